@@ -1,0 +1,184 @@
+"""Cached attention in plain PyTorch: rows of any length over one paged store.
+
+One step's tokens lie flat, row after row. Row b brings n_b new tokens and then has S_b
+tokens stored, of which its new ones are the last:
+
+    tokens   |  row 0: n=1  |  row 1: n=1  |  row 2: n=4            |
+    sees     |  S=9         |  S=30        |  S=12: 9, 10, 11, 12   |   (row-causal, with an offset)
+
+`StepAttention` is built once per step and used by every layer. It works out where each
+new token is stored and which slots each row may read, then gathers the rows into a few
+padded groups, since one product over many short rows costs less than many small ones.
+A padded place repeats a slot of its own row and is masked: a slot that nobody owns may
+hold anything, and 0 times NaN is NaN.
+
+Letters: N tokens of the step, B rows of a group, n new tokens a row, S stored tokens a
+row, Hq and Hkv heads, G = Hq / Hkv query heads that share a KV head, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+SHORT_ROW = 16  # rows with at most this many new tokens share a group; longer ones are computed alone
+CONTEXT_CHUNK = 4096  # stored tokens gathered at a time, so that memory does not grow with the context
+GROUP_SPREAD = 1.5  # the longest context of a group over its shortest, at most (contexts under 64 count as 64)
+
+
+@dataclass(frozen=True)
+class RowSpan:
+    """A row's part of a step: `count` tokens from position `start`, over the blocks of `block_table`.
+
+    With `stores=False` the new tokens' keys and values go to scratch and the row reads what
+    it had stored before.
+    """
+
+    start: int
+    count: int
+    block_table: Sequence[int]
+    stores: bool = True
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Rows that are attended together, padded to one shape."""
+
+    tokens: Tensor  # [B, n] which of the step's N tokens; a padded place repeats the row's last
+    slots: Tensor  # [B, S] which slots of the store; a padded place repeats the row's last
+    mask: Tensor  # [B, n, S] True where the token may look
+
+
+class StepAttention:
+    """The cache as one step's forward pass sees it (the model's `CacheView`)."""
+
+    def __init__(self, storage, spans: Sequence[RowSpan], block_size: int, scratch_slot: int) -> None:
+        self.storage, self.block_size = storage, block_size
+        self.start = torch.tensor([span.start for span in spans])  # [B]
+        self.count = torch.tensor([span.count for span in spans])  # [B]
+        self.first = self.count.cumsum(0) - self.count  # [B] where the row begins among the N tokens
+        widest = max(len(span.block_table) for span in spans)
+        self.tables = torch.tensor([[*span.block_table, *[0] * (widest - len(span.block_table))] for span in spans])
+
+        row = torch.repeat_interleave(self.count)  # [N]
+        self.positions = self.start[row] + torch.arange(len(row)) - self.first[row]  # [N]
+        stores = torch.tensor([span.stores for span in spans])[row]
+        slots = self._slots(row, self.positions)
+        self.new_slots = torch.where(stores, slots, scratch_slot).to(storage.device)  # [N]
+        self.groups = [self._group(torch.tensor(rows)) for rows in group_rows(spans)]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k, v [N, Hkv, D], then attend q [N, Hq, D] -> [N, Hq, D]."""
+        self.storage.write(layer, self.new_slots, k, v)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for group in self.groups:
+            # a repeated token is written twice, with the same value
+            out[group.tokens] = attend_stored(q[group.tokens], self.storage, layer, group.slots, group.mask)
+        return out
+
+    def _slots(self, row: Tensor, position: Tensor) -> Tensor:
+        """Where the block tables put these positions of these rows."""
+        return self.tables[row, position // self.block_size] * self.block_size + position % self.block_size
+
+    def _group(self, rows: Tensor) -> RowGroup:
+        """Pad the rows [B] to one shape."""
+        start, count = self.start[rows, None], self.count[rows, None]  # [B, 1]
+        stored = torch.minimum(torch.arange(int((start + count).max())), start + count - 1)  # [B, S]
+        new = torch.minimum(torch.arange(int(count.max())), count - 1)  # [B, n]
+        mask = torch.arange(stored.shape[1]) <= (start + new)[:, :, None]  # [B, n, S]
+        group = self.first[rows, None] + new, self._slots(rows[:, None], stored), mask
+        return RowGroup(*(tensor.to(self.storage.device) for tensor in group))
+
+
+def group_rows(spans: Sequence[RowSpan]) -> list[list[int]]:
+    """Which rows to attend together: short rows of similar context; each long row by itself."""
+    groups: list[list[int]] = []
+    limit = 0.0
+    for b in sorted(range(len(spans)), key=lambda b: spans[b].start + spans[b].count):
+        length = spans[b].start + spans[b].count
+        if spans[b].count > SHORT_ROW:
+            groups.append([b])
+        elif length <= limit:
+            together.append(b)
+        else:
+            together, limit = [b], GROUP_SPREAD * max(length, 64)
+            groups.append(together)
+    return groups
+
+
+def attend_stored(q: Tensor, storage, layer: int, slots: Tensor, mask: Tensor) -> Tensor:
+    """q [B, n, Hq, D] over the stored tokens `slots` [B, S] under `mask` [B, n, S] -> [B, n, Hq, D].
+
+    A long context is read a chunk at a time, and the chunks' softmaxes are merged (online
+    softmax: Milakov and Gimelshein, 2018): what is gathered, and dequantised where the
+    storage does that, never grows with the context.
+    """
+    if slots.shape[1] <= CONTEXT_CHUNK:
+        return attend(q, *read_rows(storage, layer, slots, q.dtype), mask)
+    highest = total = weighted = None
+    for at in range(0, slots.shape[1], CONTEXT_CHUNK):
+        k, v = read_rows(storage, layer, slots[:, at : at + CONTEXT_CHUNK], q.dtype)
+        scores = attention_scores(q, k, mask[:, :, at : at + CONTEXT_CHUNK])  # [B, Hkv, n G, chunk]
+        top = scores.amax(-1, keepdim=True)
+        top = top if highest is None else torch.maximum(highest, top)
+        weights = torch.exp(scores - top)
+        part, part_total = weights @ v.transpose(1, 2).float(), weights.sum(-1, keepdim=True)
+        if highest is None:
+            weighted, total = part, part_total
+        else:
+            shrink = torch.exp(highest - top)
+            weighted, total = weighted * shrink + part, total * shrink + part_total
+        highest = top
+    return unfold_heads(weighted / total, q).to(q.dtype)
+
+
+def read_rows(storage, layer: int, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values of `slots` [B, S], each [B, S, Hkv, D] in `dtype`."""
+    k, v = storage.read(layer, slots.flatten())
+    return k.unflatten(0, slots.shape).to(dtype), v.unflatten(0, slots.shape).to(dtype)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Grouped-query attention: q [B, n, Hq, D], k and v [B, S, Hkv, D], mask [B, n, S] -> [B, n, Hq, D].
+
+    The G query heads that share a KV head become G further rows of queries, so that no key
+    is copied (Ainslie et al., 2023).
+    """
+    group = q.shape[2] // k.shape[2]
+    out = F.scaled_dot_product_attention(
+        fold_heads(q, k.shape[2]), k.transpose(1, 2), v.transpose(1, 2), mask.repeat_interleave(group, dim=1)[:, None]
+    )  # [B, Hkv, n G, D]
+    return unfold_heads(out, q)
+
+
+def attention_scores(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    """q [B, n, Hq, D], k [B, S, Hkv, D] -> scaled scores in fp32 [B, Hkv, n G, S], -inf-like where masked.
+
+    The mask's floor is finite: a chunk in which a row may see nothing must not make NaN.
+    """
+    group, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
+    scores = fold_heads(q, k.shape[2]).float() @ k.permute(0, 2, 3, 1).float() * scale
+    return scores.masked_fill(~mask.repeat_interleave(group, dim=1)[:, None], torch.finfo(torch.float32).min)
+
+
+def fold_heads(q: Tensor, kv_heads: int) -> Tensor:
+    """q [B, n, Hq, D] -> [B, Hkv, n G, D]: head h of a token belongs to KV head h // G."""
+    rows, new, heads, head_dim = q.shape
+    grouped = q.reshape(rows, new, kv_heads, heads // kv_heads, head_dim).transpose(1, 2)  # [B, Hkv, n, G, D]
+    return grouped.reshape(rows, kv_heads, -1, head_dim)
+
+
+def unfold_heads(out: Tensor, q: Tensor) -> Tensor:
+    """[B, Hkv, n G, D] -> the shape of q [B, n, Hq, D]."""
+    rows, new, heads, head_dim = q.shape
+    kv_heads = out.shape[1]
+    return out.view(rows, kv_heads, new, heads // kv_heads, head_dim).transpose(1, 2).reshape(q.shape)
+
+
+def causal_mask(start: int, count: int) -> Tensor:
+    """[1, n, S] for one row of `count` new tokens after `start` stored ones: True where it may look."""
+    return torch.arange(start + count) <= torch.arange(start, start + count)[None, :, None]

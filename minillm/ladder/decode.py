@@ -1,0 +1,78 @@
+"""Rungs 0 and 1: one sequence, first without a cache, then with one.
+
+Rung 0 runs the whole text through the model for every token. Rung 1 keeps each layer's
+keys and values, so that a step feeds one token. Compare the two loops: the only change is
+what is fed, and what attention is handed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from minillm.ladder.attention import attend, causal_mask
+from minillm.model.llama import Llama
+
+
+class NoCache:
+    """Attention over the tokens of this forward alone."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [N, Hq, D], k and v [N, Hkv, D] -> [N, Hq, D]."""
+        mask = causal_mask(0, len(q)).to(q.device)  # [1, N, N]
+        return attend(q[None], k[None], v[None], mask)[0]
+
+
+class SequenceCache:
+    """Keys and values of one sequence, in one contiguous run sized for its longest."""
+
+    def __init__(self, model: Llama, capacity: int) -> None:
+        config = model.config
+        shape = (config.num_hidden_layers, capacity, config.num_key_value_heads, config.head_dim)
+        self.keys = torch.zeros(shape, dtype=model.dtype, device=model.device)  # [L, S, Hkv, D]
+        self.values = torch.zeros_like(self.keys)
+        self.length = 0  # tokens stored by earlier forwards
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k, v [N, Hkv, D] behind what is there, then attend q [N, Hq, D] to all of it -> [N, Hq, D]."""
+        end = self.length + len(q)
+        self.keys[layer, self.length : end] = k
+        self.values[layer, self.length : end] = v
+        mask = causal_mask(self.length, len(q)).to(q.device)  # [1, N, S]
+        return attend(q[None], self.keys[None, layer, :end], self.values[None, layer, :end], mask)[0]
+
+
+def decode_recomputing(
+    model: Llama, prompt_ids: Sequence[int], max_tokens: int, stop_ids: Collection[int] = ()
+) -> Iterator[int]:
+    """Rung 0: yield greedy tokens, computing the whole text again for each."""
+    ids = list(prompt_ids)
+    for _ in range(max_tokens):
+        tokens = torch.tensor(ids, device=model.device)  # [N]: the prompt and all output so far
+        positions = torch.arange(len(ids), device=model.device)
+        with torch.inference_mode():
+            logits = model.forward(tokens, positions, NoCache(), logit_rows=positions[-1:])  # [1, V]
+        ids.append(int(logits.argmax()))
+        yield ids[-1]
+        if ids[-1] in stop_ids:
+            return
+
+
+def decode_cached(
+    model: Llama, prompt_ids: Sequence[int], max_tokens: int, stop_ids: Collection[int] = ()
+) -> Iterator[int]:
+    """Rung 1: yield greedy tokens, feeding the prompt once and then one token a step."""
+    cache = SequenceCache(model, capacity=len(prompt_ids) + max_tokens)
+    feed = list(prompt_ids)
+    for _ in range(max_tokens):
+        tokens = torch.tensor(feed, device=model.device)  # [N]: first the prompt, then the last token
+        positions = torch.arange(cache.length, cache.length + len(feed), device=model.device)
+        with torch.inference_mode():
+            logits = model.forward(tokens, positions, cache, logit_rows=tokens.new_tensor([len(feed) - 1]))  # [1, V]
+        cache.length += len(feed)
+        feed = [int(logits.argmax())]
+        yield feed[0]
+        if feed[0] in stop_ids:
+            return

@@ -1,0 +1,161 @@
+"""What a user asks for, what the engine remembers of it, and what comes back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them overflows
+
+RequestId = str | int
+
+
+class RequestError(ValueError):
+    """A request that can never run as asked; the message says which numbers clash."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue one prompt.
+
+    max_tokens: the cap on output tokens, and what a slot must reserve. temperature: 0, or
+    anything under `GREEDY_BELOW`, is greedy. top_k, top_p: None keeps all. seed: None takes
+    one from the engine's seed and the request's place in line. stop: strings that end the
+    text, which is cut before them. stop_ids: ids that end it, besides the model's EOS ids,
+    which `ignore_eos` ignores. stop_after: a hidden end for experiments: after so many
+    tokens the request ends as if the model had said EOS; the scheduler cannot see it coming.
+    """
+
+    max_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_ids: Collection[int] | None = None
+    ignore_eos: bool = False
+    stop_after: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        if self.max_tokens < 0:
+            raise RequestError(f"max_tokens {self.max_tokens} is negative; 0 gives an empty answer")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise RequestError(f"temperature {self.temperature} must be a finite number from 0 up; 0 is greedy")
+        if self.top_k is not None and self.top_k < 1:
+            raise RequestError(f"top_k {self.top_k} would leave no token; use None to keep all")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p {self.top_p} must be above 0 and at most 1; None keeps all")
+        if self.stop_after is not None and self.stop_after < 1:
+            raise RequestError(f"stop_after {self.stop_after} must be at least 1 token")
+        if "" in self.stop:
+            raise RequestError("an empty stop string would end every text at once")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence on its way through the engine.
+
+    Two lengths, never one: `num_tokens` are known, `num_kv` have their keys and values
+    computed and stored. A sampled token has none until it is fed.
+
+        tokens:   [ prompt ............ | output ........ newest ]
+                    <-- num_kv: stored, in block_table -->|        <- still to be fed
+    """
+
+    id: RequestId
+    prompt_ids: list[int]
+    params: SamplingParams
+    arrival: float
+    seed: int
+    stop_ids: frozenset[int]
+    order: int = 0  # its place in line: the lower, the longer it waits, and the later it is preempted
+    tokens: list[int] = field(default_factory=list)  # prompt and output
+    num_kv: int = 0
+    block_table: list[int] = field(default_factory=list)
+    finish_reason: str | None = None  # "stop" | "length" | "abort"
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt_ids)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - len(self.prompt_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.tokens[len(self.prompt_ids) :]
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens known but not yet fed: one when it decodes, more when it (re)computes a prompt."""
+        return self.num_tokens - self.num_kv
+
+    @property
+    def max_kv(self) -> int:
+        """The most tokens it can ever store; the last output token is never fed."""
+        return self.num_prompt + max(self.params.max_tokens, 1) - 1
+
+    def append(self, token: int) -> None:
+        """Take one output token, and see whether the text ends with it. A stop comes before the cap."""
+        self.tokens.append(token)
+        if token in self.stop_ids or self.num_output == self.params.stop_after:
+            self.finish_reason = "stop"
+        elif self.num_output >= self.params.max_tokens:
+            self.finish_reason = "length"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When things happened, in seconds on the engine's clock; None if they never did."""
+
+    arrival: float
+    first_scheduled: float | None
+    first_token: float | None
+    finish: float
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token, from arrival: waiting counts."""
+        return None if self.first_token is None else self.first_token - self.arrival
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer. `token_ids` holds every output token, an ending EOS included; `text` is cut before a stop."""
+
+    request_id: RequestId
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str | None  # None without a tokenizer
+    finish_reason: str
+    timing: Timing
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """What one step gave one request: its new tokens, and the text that is now safe to show."""
+
+    request_id: RequestId
+    token_ids: list[int]
+    text: str
+    finished: bool
+    finish_reason: str | None
+    time: float
