@@ -1,0 +1,44 @@
+# Every target makes .venv first when it is missing, or older than what it is made from.
+PYTHON ?= python3
+PY := .venv/bin/python
+NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
+# Runs each notebook anew and compares its cells marked NBVAL_CHECK_OUTPUT with what is stored.
+# No progress bars, because they split the output that is compared.
+NBVAL := TQDM_DISABLE=1 $(PY) -m pytest --nbval-lax --nbval-current-env
+
+.DEFAULT_GOAL := help
+.PHONY: help ladder lab test test-all lint notebooks clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("minillm needs Python 3.11 or newer; this is " + sys.version + ". Name another one: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install -c constraints.txt -e '.[lab,test]'
+	@touch $@
+
+ladder: .venv/installed  ## fetch the model, run every rung on real prompts, print the table
+	$(PY) -m minillm fetch
+	$(PY) -m minillm ladder
+
+lab: .venv/installed  ## open the notebooks in JupyterLab
+	$(PY) -m jupyterlab notebooks
+
+test: .venv/installed lint  ## lint, tests, exercises and notebooks (at small sizes)
+	$(PY) -m pytest -m "not slow"
+	$(if $(NOTEBOOKS),MINILLM_QUICK=1 $(NBVAL) --nbval-cell-timeout=180 $(NOTEBOOKS),@echo "no notebooks yet")
+
+test-all: .venv/installed lint  ## the same with the slow tests, and the notebooks at full size
+	$(PY) -m pytest
+	$(if $(NOTEBOOKS),$(NBVAL) --nbval-cell-timeout=1800 $(NOTEBOOKS),@echo "no notebooks yet")
+
+lint: .venv/installed  ## ruff
+	$(PY) -m ruff check .
+
+notebooks: .venv/installed  ## write the notebooks from notebooks/src, run them, store their outputs
+	$(PY) notebooks/build.py
+
+clean:  ## back to a fresh clone (the model stays in your cache)
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
