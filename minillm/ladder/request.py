@@ -57,6 +57,21 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
 
+@dataclass(frozen=True)
+class Timing:
+    """When things happened, in seconds on the engine's clock; None if they never did."""
+
+    arrival: float
+    first_scheduled: float | None
+    first_token: float | None
+    finish: float
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token, from arrival: waiting counts."""
+        return None if self.first_token is None else self.first_token - self.arrival
+
+
 @dataclass(eq=False)
 class Request:
     """One sequence on its way through the engine.
@@ -77,8 +92,11 @@ class Request:
     order: int = 0  # its place in line: the lower, the longer it waits, and the later it is preempted
     tokens: list[int] = field(default_factory=list)  # prompt and output
     num_kv: int = 0
+    num_once_stored: int = 0  # stored before a preemption: feeding these again is not progress
     block_table: list[int] = field(default_factory=list)
+    prefix_nodes: list[int] = field(default_factory=list)  # of its full blocks, in the pool's prefix index
     finish_reason: str | None = None  # "stop" | "length" | "abort"
+    timing: Timing | None = None  # once it has finished
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)
@@ -120,21 +138,6 @@ class Request:
             self.finish_reason = "stop"
         elif self.num_output >= self.params.max_tokens:
             self.finish_reason = "length"
-
-
-@dataclass(frozen=True)
-class Timing:
-    """When things happened, in seconds on the engine's clock; None if they never did."""
-
-    arrival: float
-    first_scheduled: float | None
-    first_token: float | None
-    finish: float
-
-    @property
-    def ttft(self) -> float | None:
-        """Time to first token, from arrival: waiting counts."""
-        return None if self.first_token is None else self.first_token - self.arrival
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,6 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int
     rows = [row for row, p in enumerate(params) if not p.greedy]
     if rows:
         chosen = torch.tensor(rows, device=logits.device)
-        u = torch.tensor([uniform(seeds[row], indices[row]) for row in rows], device=logits.device)
+        u = torch.tensor([uniform(seeds[row], indices[row]) for row in rows], dtype=torch.float64, device=logits.device)
         ids[chosen] = draw(probabilities(logits[chosen], [params[row] for row in rows]), u)
     return ids

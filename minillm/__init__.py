@@ -1,0 +1,19 @@
+"""minillm: LLM inference, built a rung at a time. `minillm.ladder` is the part to read."""
+
+from minillm.ladder.engine import Engine
+from minillm.ladder.request import Completion, RequestError, SamplingParams, TokenEvent
+from minillm.model.config import ModelConfig
+from minillm.model.tokenizer import load_tokenizer
+from minillm.model.weights import load_model
+
+__version__ = "0.1.0"
+__all__ = [
+    "Completion",
+    "Engine",
+    "ModelConfig",
+    "RequestError",
+    "SamplingParams",
+    "TokenEvent",
+    "load_model",
+    "load_tokenizer",
+]

@@ -1,0 +1,283 @@
+"""Rung 3: re-decide the batch at every step.
+
+The scheduler in ten lines. `waiting` is a queue in order of arrival; `running` holds the
+rows of the batch, oldest first. Each step `plan` gives out a budget of tokens:
+
+    1. every running row that decodes feeds its newest token;
+    2. prompts under way feed a chunk from what is left, oldest first;
+    3. waiting requests join while there is a row, memory and budget.
+
+If memory runs out in 1 or 2, the youngest row is preempted: it gives its blocks back and
+waits at the head of the queue, to recompute prompt and output so far when it returns.
+After the forward, `commit` appends the sampled tokens; who has ended leaves at once, and
+its row and memory are free for the next step. (Orca: Yu et al., 2022; chunked prefill:
+Sarathi-Serve, Agrawal et al., 2024.)
+
+Bounds, since a scheduler must be fair as well as fast. With chunked prefill a decoding row
+gets a token at every step, and the oldest prompt under way gets at least one token of
+budget, because there are never more rows than budget. Without it, steps that hold only
+whole prompts alternate with steps that decode, so a decode waits one step at most. The
+queue is strictly first come, first served, and the oldest row is never preempted, so the
+head of the queue waits for the rows before it and for nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from minillm.ladder.attention import RowSpan
+from minillm.ladder.paged import InvariantError, Paged, Slots
+from minillm.ladder.request import Request, RequestError
+from minillm.ladder.static import StaticBatching
+
+
+class ContinuousBatching:
+    """Admit at every step; whoever has ended leaves at once."""
+
+    waits_for_budget = True  # a request that cannot feed a token yet had better leave its row to others
+
+    def is_open(self, running: Sequence[Request]) -> bool:
+        """Whether new requests may join at this step."""
+        return True
+
+    def leaving(self, running: Sequence[Request]) -> list[Request]:
+        """Who leaves after this step."""
+        return [request for request in running if request.finished]
+
+    def tokens_to_claim(self, request: Request) -> int:
+        """Tokens that memory must be found for at admission: what is known and one more, lest it be preempted at once."""
+        return min(request.num_tokens + 1, request.max_kv)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request's part in a step: the tokens to feed and where the first of them stands."""
+
+    request: Request
+    start: int
+    tokens: list[int]
+    due: bool  # does it need a token sampled after its last one?
+    idle: bool = False  # a finished row that a static batch still carries
+
+    @property
+    def span(self) -> RowSpan:
+        """The row as attention sees it."""
+        return RowSpan(self.start, len(self.tokens), self.request.block_table, stores=not self.idle)
+
+
+@dataclass
+class StepPlan:
+    """What one forward will do, and what was decided on the way to it."""
+
+    budget: int
+    rows: list[Row] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.budget -= len(row.tokens)
+
+    def drop(self, request: Request) -> None:
+        """Take a preempted request's row out again."""
+        for row in [row for row in self.rows if row.request is request]:
+            self.rows.remove(row)
+            self.budget += len(row.tokens)
+
+
+class Scheduler:
+    """Decides who is in the next forward, and keeps the books of who holds what."""
+
+    def __init__(
+        self,
+        batching: ContinuousBatching | StaticBatching,
+        memory: Paged | Slots,
+        max_batch: int,
+        max_step_tokens: int,
+        max_context: int,
+        chunked_prefill: bool = True,
+    ) -> None:
+        self.batching, self.memory = batching, memory
+        self.max_batch, self.max_step_tokens, self.max_context = max_batch, max_step_tokens, max_context
+        self.chunked_prefill = chunked_prefill
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.decodes_went_last = False  # without chunking: whether the last step let the decodes run
+        self.num_arrived = 0
+
+    def check(self, request: Request) -> None:
+        """Raise RequestError for a request that could never run: "never" must not look like "not now"."""
+        prompt, new, pool = request.num_prompt, request.params.max_tokens, self.memory.pool
+        if not prompt:
+            raise RequestError("the prompt is empty; it needs at least one token")
+        clashes = []
+        if prompt + new > self.max_context:
+            clashes.append(f"> context {self.max_context:,}")
+        if (blocks := pool.blocks_for(request.max_kv)) > pool.num_blocks:
+            clashes.append(f"need {blocks:,} blocks of {pool.block_size}, the pool has {pool.num_blocks:,}")
+        if not self.chunked_prefill and prompt > self.max_step_tokens:
+            clashes.append(f"the prompt > {self.max_step_tokens:,} tokens a step, and chunked prefill is off")
+        if clashes:
+            raise RequestError(f"{prompt:,} prompt + {new:,} new tokens: {'; '.join(clashes)}")
+
+    def add(self, request: Request) -> None:
+        """Queue a request that `check` has passed."""
+        self.num_arrived += 1
+        request.order = self.num_arrived
+        self.waiting.append(request)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def plan(self) -> StepPlan:
+        """The next step. Its rows stay valid until `commit` or `cancel`."""
+        plan = StepPlan(self.max_step_tokens)
+        if not self.chunked_prefill and self.decodes_went_last:
+            self._plan_prompts(plan)
+            self._admit(plan)
+        self.decodes_went_last = not plan.rows
+        if not plan.rows:
+            self._plan_decodes(plan)
+            self._plan_prompts(plan)
+            self._admit(plan)
+        return plan
+
+    def commit(self, plan: StepPlan, outputs: Sequence[Sequence[int]]) -> list[tuple[Request, list[int]]]:
+        """Take what the step computed. `outputs` holds the new tokens of each due row, in the rows' order.
+
+        Returns each due request with the tokens it accepted: all, or those up to a stop.
+        """
+        news, outputs = [], iter(outputs)
+        for row in plan.rows:
+            if row.idle:
+                continue
+            request = row.request
+            request.num_kv = row.start + len(row.tokens)
+            if row.due:
+                before = request.num_tokens
+                for token in next(outputs):
+                    request.append(token)
+                    if request.finished:
+                        break
+                request.num_kv = min(request.num_kv, request.num_tokens - 1)
+                news.append((request, request.tokens[before:]))
+            self.memory.settle(request)
+        self._depart()
+        return news
+
+    def cancel(self, plan: StepPlan) -> None:
+        """Forget a step whose forward failed: nothing was stored, everybody can be planned again."""
+        for row in plan.rows:
+            self.memory.settle(row.request)
+
+    def finish(self, request: Request, reason: str) -> None:
+        """End a request from outside, waiting or running: an abort, or a stop string in its text."""
+        if not request.finished:
+            request.finish_reason = reason
+        if request in self.running:
+            self._depart()
+        else:
+            self.waiting.remove(request)
+
+    def _plan_decodes(self, plan: StepPlan) -> None:
+        for request in list(self.running):
+            if request.finished:  # only a static batch still carries it
+                last = request.num_kv - 1
+                plan.add(Row(request, last, [request.tokens[last]], due=False, idle=True))
+            elif request in plan.preempted or request.num_pending != 1:
+                continue
+            elif self._make_room(request, request.num_tokens, plan):
+                plan.add(Row(request, request.num_kv, request.tokens[-1:], due=True))
+
+    def _plan_prompts(self, plan: StepPlan) -> None:
+        planned = {id(row.request) for row in plan.rows}
+        for request in list(self.running):
+            if not request.finished and id(request) not in planned and request not in plan.preempted:
+                self._feed_prompt(request, plan)
+
+    def _feed_prompt(self, request: Request, plan: StepPlan) -> None:
+        """Plan the next chunk of a prompt, if the budget has room for it."""
+        number = min(request.num_pending, plan.budget) if self.chunked_prefill else request.num_pending
+        end = request.num_kv + number
+        if self._has_budget(request, plan) and self._make_room(request, end, plan):
+            plan.add(Row(request, request.num_kv, request.tokens[request.num_kv : end], due=end == request.num_tokens))
+
+    def _has_budget(self, request: Request, plan: StepPlan) -> bool:
+        """Room for a chunk of its prompt; or without chunking, for all of it, or an otherwise empty step.
+
+        `check` saw to it that a whole prompt fits a step, but one that recomputes its output too may not.
+        """
+        if self.chunked_prefill:
+            return plan.budget > 0
+        return request.num_pending <= plan.budget or not plan.rows
+
+    def _admit(self, plan: StepPlan) -> None:
+        """Let the head of the queue join, again and again, until something is short."""
+        if not self.batching.is_open(self.running):
+            return
+        promised = sum(self._claim(request) - len(request.block_table) for request in self.running)
+        while self.waiting and not plan.preempted and len(self.running) < self.max_batch:
+            request = self.waiting[0]
+            claim = self._claim(request)
+            if self.batching.waits_for_budget and not self._has_budget(request, plan):
+                return
+            if not self.memory.admit(request, claim, promised):
+                return
+            self.running.append(self.waiting.popleft())
+            plan.admitted.append(request)
+            self._feed_prompt(request, plan)
+            promised += claim - len(request.block_table)
+
+    def _claim(self, request: Request) -> int:
+        """Blocks that a running request needs soon, or holds already."""
+        needed = self.memory.pool.blocks_for(self.batching.tokens_to_claim(request))
+        return max(needed, len(request.block_table))
+
+    def _make_room(self, request: Request, num_kv: int, plan: StepPlan) -> bool:
+        """Find memory for `num_kv` stored tokens, preempting the youngest; False if that was the request itself."""
+        while not self.memory.reserve(request, num_kv):
+            victim = self.running.pop()
+            victim.num_once_stored = max(victim.num_once_stored, victim.num_kv)
+            self.memory.release(victim)
+            self.waiting.appendleft(victim)
+            plan.drop(victim)
+            plan.preempted.append(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _depart(self) -> None:
+        for request in self.batching.leaving(self.running):
+            self.running.remove(request)
+            self.memory.release(request)
+
+    def check_invariants(self) -> None:
+        """Raise InvariantError unless queue, batch and pool agree with each other."""
+        pool = self.memory.pool
+        orders = [request.order for request in (*self.running, *self.waiting)]
+        if orders != sorted(set(orders)):
+            raise InvariantError(f"running, waiting: not in order of arrival, or one twice: {orders}")
+        if len(self.running) > self.max_batch:
+            raise InvariantError(f"running: {len(self.running)} rows, at most {self.max_batch} allowed")
+        for request in self.waiting:
+            if request.block_table or request.num_kv:
+                raise InvariantError(f"block_table: {request.id!r} waits, but holds {len(request.block_table)} blocks")
+        for request in self.running:
+            if not 0 <= request.num_kv < request.num_tokens:
+                raise InvariantError(f"num_kv: {request.id!r} stores {request.num_kv} of {request.num_tokens} tokens")
+            expected = self.memory.expected_blocks(request)
+            if len(request.block_table) != expected:
+                raise InvariantError(f"block_table: {request.id!r} has {len(request.block_table)} blocks, not {expected}")
+            self._check_content(request)
+        pool.check_invariants(request.block_table for request in self.running)
+
+    def _check_content(self, request: Request) -> None:
+        """The index must say of each block that a request holds just what the request stored there."""
+        pool = self.memory.pool
+        for i, block in enumerate(request.block_table):
+            tokens = tuple(request.tokens[i * pool.block_size : (i + 1) * pool.block_size])
+            if block in pool.key_of and pool.key_of[block][1] != tokens:
+                raise InvariantError(f"key_of: block {block} of {request.id!r} is indexed as other tokens")

@@ -1,0 +1,400 @@
+"""The engine: what every rung from 2 up shares. Requests come in, steps are run, tokens go out.
+
+One step, whoever decides and whatever computes:
+
+    plan    = scheduler.plan()            who feeds which tokens
+    result  = executor.run(plan)          the forward and the sampling, on the device or in virtual time
+    news    = scheduler.commit(plan, ..)  tokens appended, finished rows gone, blocks returned
+    records, text, events                 written after the commit; they decide nothing but stop strings
+
+The executor and the clock are the seam between the real engine and a simulated one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Literal, Protocol
+
+import torch
+
+from minillm.ladder.attention import StepAttention
+from minillm.ladder.continuous import ContinuousBatching, Scheduler, StepPlan
+from minillm.ladder.paged import BlockPool, Paged, Slots
+from minillm.ladder.quantized import NativeStorage, check_format, kv_bytes_per_token, native_format
+from minillm.ladder.records import Records
+from minillm.ladder.request import Completion, Request, RequestError, RequestId, SamplingParams, TokenEvent
+from minillm.ladder.sampling import hash_numbers, sample
+from minillm.ladder.static import StaticBatching
+from minillm.model.config import ModelConfig
+
+DEFAULT_KV_BYTES = 1 << 30  # on a CPU; on a GPU, see `default_kv_memory`
+GPU_SHARE = 0.8  # of the memory that is free once the weights are loaded
+
+
+class Clock(Protocol):
+    """Seconds since some moment, and a way to let them pass."""
+
+    def now(self) -> float: ...
+
+    def wait_until(self, moment: float) -> None: ...
+
+
+class WallClock:
+    """Real time, from 0 at its making."""
+
+    def __init__(self) -> None:
+        self.origin = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self.origin
+
+    def wait_until(self, moment: float) -> None:
+        time.sleep(max(0.0, moment - self.now()))
+
+
+class Executor(Protocol):
+    """What turns a plan into tokens."""
+
+    def run(self, plan: StepPlan) -> list[list[int]]:
+        """The new tokens of each due row of the plan, in the rows' order; returns when they are known."""
+        ...
+
+
+class ModelExecutor:
+    """Runs a plan on a model: flattens the rows, one forward, samples the due ones."""
+
+    def __init__(self, model, kv_format: str, num_blocks: int, block_size: int) -> None:
+        self.model, self.block_size = model, block_size
+        self.scratch_slot = num_blocks * block_size  # behind the pool's last block
+        self.storage = NativeStorage(model.config, kv_format, self.scratch_slot + 1, model.device)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> list[list[int]]:
+        """One forward over all rows; one token for each due row."""
+        device = self.model.device
+        cache = StepAttention(self.storage, [row.span for row in plan.rows], self.block_size, self.scratch_slot)
+        tokens = torch.tensor([token for row in plan.rows for token in row.tokens], device=device)  # [N]
+        due = [b for b, row in enumerate(plan.rows) if row.due]
+        last = (cache.first + cache.count - 1)[due].to(device)  # [R] each due row's last token
+        logits = self.model.forward(tokens, cache.positions.to(device), cache, last)  # [R, V]
+        if not due:
+            return []
+        requests = [plan.rows[b].request for b in due]
+        chosen = sample(logits, [r.params for r in requests], [r.seed for r in requests], [r.num_output for r in requests])
+        return [[token] for token in chosen.tolist()]
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """How things stand now. blocks_live + blocks_cached + blocks_free is the pool."""
+
+    waiting: int
+    running: int
+    arriving: int  # added with an arrival still ahead
+    blocks_live: int
+    blocks_cached: int
+    blocks_free: int
+    block_bytes: int
+
+
+class Engine:
+    """Serves requests on one model. See the README for the settings; all have a default that works.
+
+    model: from `load_model`, or None with an `executor` of one's own. kv_memory: bytes for
+    keys and values (1 GiB on a CPU; on a GPU 80 % of what is free after the weights).
+    max_batch: rows in a step, at most `max_step_tokens`. max_step_tokens: the budget of
+    tokens a step feeds. max_context: prompt and output of one request.
+    """
+
+    def __init__(
+        self,
+        model,
+        tokenizer=None,
+        *,
+        batching: Literal["continuous", "static"] = "continuous",
+        kv: Literal["paged", "slots"] = "paged",
+        kv_format: str = "auto",
+        kv_memory: int | None = None,
+        block_size: int = 16,
+        max_batch: int | None = None,
+        max_context: int | None = None,
+        max_step_tokens: int | None = None,
+        chunked_prefill: bool = True,
+        prefix_cache: bool = True,
+        executor: Executor | None = None,
+        clock: Clock | None = None,
+        records: Literal["all", "summary"] = "all",
+        seed: int = 0,
+    ) -> None:
+        config: ModelConfig = (model or executor).config
+        gpu = model is not None and model.device.type == "cuda"
+        if kv_format == "auto":
+            kv_format = native_format(model.dtype) if model else "bf16"
+        check_format(kv_format)
+        max_context = max_context or config.max_position_embeddings
+        max_step_tokens = max_step_tokens or (2048 if gpu else 512)
+        max_batch = min(max_batch or (256 if gpu else 32), max_step_tokens)
+        block_bytes = block_size * kv_bytes_per_token(config, kv_format)
+        if kv_memory is None:
+            kv_memory = min(default_kv_memory(model), max_batch * -(-max_context // block_size) * block_bytes)
+        if kv_memory < block_bytes:
+            raise ValueError(f"kv_memory of {kv_memory:,} bytes holds no block: one takes {block_bytes:,}")
+        pool = BlockPool(kv_memory // block_bytes, block_size)
+        self.config, self.tokenizer, self.seed, self.block_bytes = config, tokenizer, seed, block_bytes
+        self.scheduler = Scheduler(
+            _choose("batching", batching, continuous=ContinuousBatching, static=StaticBatching)(),
+            Paged(pool, prefix_cache) if _choose("kv", kv, paged=True, slots=False) else Slots(pool),
+            max_batch, max_step_tokens, max_context, chunked_prefill,
+        )
+        self.executor = executor or ModelExecutor(model, kv_format, pool.num_blocks, block_size)
+        self.clock = clock or WallClock()
+        self.records = Records(records)
+        self.eos_ids = frozenset(config.eos_token_id) | frozenset(tokenizer.eos_ids if tokenizer else ())
+        self._arrivals: list[tuple[float, int, Request]] = []  # a heap of those still to come
+        self._requests: dict[RequestId, Request] = {}  # all that have not finished
+        self._streams: dict[RequestId, object] = {}  # their text streams, where there is a tokenizer
+        self._kept: list[TokenEvent] = []  # of other requests, while `generate` or `stream` ran
+        self._numbers = count()
+
+    # -- requests in ------------------------------------------------------------------------------
+
+    def add(
+        self,
+        prompt: Sequence[int] | str,
+        params: SamplingParams | None = None,
+        request_id: RequestId | None = None,
+        arrival: float | None = None,
+    ) -> RequestId:
+        """Queue one request. Raises RequestError, and changes nothing, if it could never run.
+
+        request_id: any str or int that no unfinished request has (1 and "1" are two); made
+        up if None. An id may be used again once its request has finished. arrival: seconds on
+        the engine's clock, now by default; the request joins the queue then.
+        """
+        request = self._make_request(prompt, params or SamplingParams(), request_id, arrival)
+        self._queue(request)
+        return request.id
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request now and free what it holds. One that is unknown or has finished is left alone.
+
+        Its last event, with finish_reason "abort", comes with the next step.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if any(entry[2] is request for entry in self._arrivals):
+            self._arrivals = [entry for entry in self._arrivals if entry[2] is not request]
+            heapq.heapify(self._arrivals)
+            self.records.arrived(request)
+            request.finish_reason = "abort"
+        else:
+            self.scheduler.finish(request, "abort")
+        self._kept.append(self._event(request, [], "", self.clock.now()))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do or report something."""
+        return bool(self._requests or self._kept)
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def step(self) -> list[TokenEvent]:
+        """Run one step, and return what it gave to whom, after what was kept back before.
+
+        With nothing runnable and an arrival ahead it waits for it (in virtual time: jumps to
+        it). If the forward raises, the step is undone, every request stays as it was, and
+        the exception goes on to the caller.
+        """
+        kept, self._kept = self._kept, []
+        return kept if kept and not self.scheduler.has_work else kept + self._advance()
+
+    def _advance(self) -> list[TokenEvent]:
+        self._take_arrivals()
+        if not self.scheduler.has_work and self._arrivals:
+            self.clock.wait_until(self._arrivals[0][0])
+            self._take_arrivals()
+        events, self._kept = self._kept, []  # of requests that asked for no token
+        return events + self._run_step() if self.scheduler.has_work else events
+
+    def _run_step(self) -> list[TokenEvent]:
+        plan = self.scheduler.plan()
+        counts = self.records.planned(plan, self.scheduler, self.clock.now())
+        try:
+            outputs = self.executor.run(plan)
+        except BaseException:
+            self.scheduler.cancel(plan)
+            raise
+        news = self.scheduler.commit(plan, outputs)
+        shown = [(request, *self._show(request, tokens)) for request, tokens in news]
+        now = self.clock.now()
+        self.records.committed(counts, now, [(request, tokens) for request, tokens, _ in shown])
+        return [self._event(request, tokens, text, now) for request, tokens, text in shown]
+
+    def _show(self, request: Request, tokens: list[int]) -> tuple[list[int], str]:
+        """The tokens that count, and the text that is now safe to show: both end with a stop string."""
+        stream, text = self._streams.get(request.id), ""
+        if stream is None:
+            return tokens, text
+        for number, token in enumerate(tokens, start=1):
+            text += stream.push(token)
+            if stream.stopped:
+                if not request.finished:
+                    self.scheduler.finish(request, "stop")
+                request.finish_reason = "stop"  # also where the cap fell on the same token
+                request.tokens = request.tokens[: request.num_tokens - len(tokens) + number]
+                return tokens[:number], text
+        return tokens, text + (stream.finish() if request.finished else "")
+
+    def _event(self, request: Request, tokens: list[int], text: str, now: float) -> TokenEvent:
+        """Report to the user, and close the books of a request that has ended."""
+        if request.finished:
+            request.timing = self.records.finished(request, now).timing
+            del self._requests[request.id]
+            self._streams.pop(request.id, None)
+        return TokenEvent(request.id, tokens, text, request.finished, request.finish_reason, now)
+
+    # -- whole jobs -------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Sequence[Sequence[int] | str], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Run these prompts to their ends; answers in the order of the prompts.
+
+        All are validated before any is queued: one bad prompt refuses the call with a
+        RequestError that names its index. If it is interrupted, its requests are aborted.
+        """
+        requests = self._make_requests(prompts, params)
+        texts: dict[RequestId, str] = {request.id: "" for request in requests}
+        for event in self._run_to_end(requests):
+            texts[event.request_id] += event.text
+        return [
+            Completion(r.id, r.prompt_ids, r.output_ids, texts[r.id] if self.tokenizer else None, r.finish_reason, r.timing)
+            for r in requests
+        ]
+
+    def stream(
+        self, prompts: Sequence[Sequence[int] | str], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[TokenEvent]:
+        """The same, as events while they happen. Prompts are validated at the call, not at the first event."""
+        return self._run_to_end(self._make_requests(prompts, params))
+
+    def _run_to_end(self, requests: list[Request]) -> Iterator[TokenEvent]:
+        """Queue and step until these have ended; what other requests get is kept for the next `step`."""
+        own = {request.id for request in requests}
+        for request in requests:
+            self._queue(request)
+        try:
+            while own:
+                if not any(event.request_id in own for event in self._kept):
+                    self._kept += self._advance()
+                mine = [event for event in self._kept if event.request_id in own]
+                self._kept = [event for event in self._kept if event.request_id not in own]
+                for event in mine:
+                    if event.finished:
+                        own.remove(event.request_id)
+                    yield event
+        finally:
+            for request_id in own:
+                self.abort(request_id)
+            self._kept = [event for event in self._kept if event.request_id not in own]
+
+    def stats(self) -> EngineStats:
+        """Gauges of this moment."""
+        s, pool = self.scheduler, self.scheduler.memory.pool
+        blocks = pool.num_live, len(pool.cached), len(pool.free), self.block_bytes
+        return EngineStats(len(s.waiting), len(s.running), len(self._arrivals), *blocks)
+
+    def check_invariants(self) -> None:
+        """Raise InvariantError, naming what broke, unless scheduler, pool and tables agree."""
+        self.scheduler.check_invariants()
+
+    # -- making and queueing requests -------------------------------------------------------------
+
+    def _make_requests(self, prompts, params) -> list[Request]:
+        """One request a prompt, all checked; RequestError names the index of a bad one."""
+        if isinstance(prompts, str):
+            raise RequestError("prompts is one string; pass a list of prompts")
+        every = [params or SamplingParams()] * len(prompts) if not isinstance(params, (list, tuple)) else list(params)
+        if len(every) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts, but {len(every)} SamplingParams; give one, or one for each")
+        requests = []
+        for index, (prompt, own) in enumerate(zip(prompts, every, strict=True)):
+            try:
+                requests.append(self._make_request(prompt, own, None, None))
+            except RequestError as error:
+                raise RequestError(f"prompt {index}: {error}") from error
+        return requests
+
+    def _make_request(self, prompt, params: SamplingParams, request_id, arrival: float | None) -> Request:
+        """Check everything that can be wrong with a request, before anything is changed."""
+        number = next(self._numbers)
+        request_id = f"request-{number}" if request_id is None else request_id
+        if not isinstance(request_id, (str, int)):
+            raise RequestError(f"request_id {request_id!r} is neither a str nor an int")
+        if request_id in self._requests:
+            raise RequestError(f"request_id {request_id!r} is taken by a request that has not finished")
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer: Engine(model, tokenizer)")
+        request = Request(
+            id=request_id,
+            prompt_ids=self._token_ids(prompt),
+            params=params,
+            arrival=self.clock.now() if arrival is None else float(arrival),
+            seed=hash_numbers(self.seed, number) if params.seed is None else params.seed,
+            stop_ids=frozenset(params.stop_ids or ()) | (frozenset() if params.ignore_eos else self.eos_ids),
+        )
+        self.scheduler.check(request)
+        return request
+
+    def _token_ids(self, prompt: Sequence[int] | str) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("a prompt of text needs a tokenizer: Engine(model, tokenizer); or pass token ids")
+            return self.tokenizer.encode(prompt)
+        ids = [int(token) for token in prompt]
+        for place, token in enumerate(ids):
+            if not 0 <= token < self.config.vocab_size:
+                raise RequestError(f"token id {token} at place {place} is outside the vocabulary of {self.config.vocab_size:,}")
+        return ids
+
+    def _queue(self, request: Request) -> None:
+        self._requests[request.id] = request
+        if self.tokenizer is not None:
+            self._streams[request.id] = self.tokenizer.stream(request.params.stop)
+        if request.arrival > self.clock.now():
+            heapq.heappush(self._arrivals, (request.arrival, next(self._numbers), request))
+        else:
+            self._arrived(request)
+
+    def _take_arrivals(self) -> None:
+        """Move the requests whose time has come to the queue."""
+        while self._arrivals and self._arrivals[0][0] <= self.clock.now():
+            self._arrived(heapq.heappop(self._arrivals)[2])
+
+    def _arrived(self, request: Request) -> None:
+        self.records.arrived(request)
+        if request.params.max_tokens == 0:  # nothing to compute
+            request.finish_reason = "length"
+            self._kept.append(self._event(request, [], "", self.clock.now()))
+        else:
+            self.scheduler.add(request)
+
+
+def _choose(setting: str, value: str, **choices):
+    """The choice that goes by this name; ValueError lists the names."""
+    if value not in choices:
+        raise ValueError(f"{setting}={value!r}: choose {' or '.join(map(repr, choices))}")
+    return choices[value]
+
+
+def default_kv_memory(model) -> int:
+    """Bytes to keep for keys and values where the user names none."""
+    if model is None or model.device.type != "cuda":
+        return DEFAULT_KV_BYTES
+    free, _ = torch.cuda.mem_get_info(model.device)
+    return int(free * GPU_SHARE)

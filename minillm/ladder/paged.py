@@ -1,0 +1,236 @@
+"""Rung 4: memory by block, prefixes shared.
+
+The cache is cut into blocks of a few tokens, and a sequence's block table lists the ones
+it holds, in order (PagedAttention: Kwon et al., 2023). A block is taken when a token needs
+it and returned when its last holder leaves. A full block is also entered in an index of
+prefixes, so that a later request that begins with the same tokens can hold it too.
+
+A block is in one of three states, and the pool is always their sum:
+
+    live    some block tables hold it; `references` says how many
+    cached  nobody holds it, but the index still knows its tokens: a hit revives it
+    free    its content means nothing
+
+"Slots", the older way, is another policy over the same pool: at admission it reserves one
+contiguous run for the longest that the request may become.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import count
+
+from minillm.ladder.request import Request
+
+ROOT = 0  # the prefix index's node for "no tokens yet"
+
+
+class InvariantError(AssertionError):
+    """The bookkeeping contradicts itself; the message names the field and the numbers."""
+
+
+class BlockPool:
+    """Which blocks are live, cached and free, and which tokens the cached and live ones hold."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"a pool needs at least 1 block of 1 token, not {num_blocks} of {block_size}")
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.references = [0] * num_blocks
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        # The index is a tree of blocks. A node's key is its parent node and its own tokens, so
+        # a dict look-up compares the whole prefix, whatever the hash; nodes are never re-used.
+        self.node_of: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # key -> (node, block)
+        self.key_of: dict[int, tuple[int, tuple[int, ...]]] = {}  # block -> key
+        self.new_node = count(ROOT + 1).__next__
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be taken now: the free ones, then the cached ones."""
+        return len(self.free) + len(self.cached)
+
+    @property
+    def num_live(self) -> int:
+        return self.num_blocks - self.num_available
+
+    def take(self, number: int) -> list[int] | None:
+        """`number` blocks for one holder; None, and nothing changed, if there are not so many."""
+        if number > self.num_available:
+            return None
+        blocks = [self._pop() for _ in range(number)]
+        for block in blocks:
+            self.references[block] = 1
+        return blocks
+
+    def take_run(self, number: int) -> list[int] | None:
+        """`number` neighbouring blocks, the first that fit; None if there is no such run."""
+        run = 0
+        for block in range(self.num_blocks if number <= len(self.free) else 0):
+            run = run + 1 if block in self.free else 0
+            if run == number:
+                blocks = list(range(block - number + 1, block + 1))
+                for taken in blocks:
+                    del self.free[taken]
+                    self.references[taken] = 1
+                return blocks
+        return None
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Hold blocks that the index found once more each."""
+        for block in blocks:
+            if self.references[block] == 0:
+                del self.cached[block]
+            self.references[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give up one hold on each block of a table.
+
+        The last block goes first: evicting the head of a prefix would make its tail unreachable.
+        """
+        for block in reversed(blocks):
+            if self.references[block] < 1:
+                raise InvariantError(f"references: block {block} was released more often than it was taken")
+            self.references[block] -= 1
+            if self.references[block] == 0:
+                (self.cached if block in self.key_of else self.free)[block] = None
+
+    def match(self, tokens: Sequence[int], most_blocks: int) -> tuple[list[int], list[int]]:
+        """The longest known prefix of `tokens` in whole blocks, at most `most_blocks`: their nodes and blocks."""
+        nodes, blocks, node = [], [], ROOT
+        for i in range(most_blocks):
+            found = self.node_of.get((node, self._tokens(tokens, i)))
+            if found is None:
+                break
+            node, block = found
+            nodes.append(node)
+            blocks.append(block)
+        return nodes, blocks
+
+    def enter(self, parent: int, tokens: Sequence[int], i: int, block: int) -> int:
+        """Enter `block`, the i-th of `tokens`, under its parent node; returns its node.
+
+        If an equal block is known already, that one stays in the index, and this one is
+        merely not shared.
+        """
+        key = (parent, self._tokens(tokens, i))
+        if key not in self.node_of:
+            self.node_of[key] = (self.new_node(), block)
+            self.key_of[block] = key
+        return self.node_of[key][0]
+
+    def _tokens(self, tokens: Sequence[int], i: int) -> tuple[int, ...]:
+        return tuple(tokens[i * self.block_size : (i + 1) * self.block_size])
+
+    def _pop(self) -> int:
+        """A free block, or else the cached one that was used longest ago, which the index then forgets."""
+        if self.free:
+            return self.free.popitem(last=False)[0]
+        block, _ = self.cached.popitem(last=False)
+        del self.node_of[self.key_of.pop(block)]
+        return block
+
+    def check_invariants(self, tables: Iterable[Sequence[int]]) -> None:
+        """Raise InvariantError unless the pool agrees with itself and with the block tables."""
+        held = Counter(block for table in tables for block in table)
+        for block in range(self.num_blocks):
+            references, states = self.references[block], (block in self.free) + (block in self.cached)
+            if references != held[block]:
+                raise InvariantError(f"references: block {block} counts {references}, {held[block]} tables hold it")
+            if states != (references == 0):
+                raise InvariantError(f"free, cached: block {block} has {references} references, is in {states} of them")
+            if block in self.cached and block not in self.key_of:
+                raise InvariantError(f"cached: block {block} is kept, but the index does not know it")
+            if block in self.free and block in self.key_of:
+                raise InvariantError(f"key_of: block {block} is free, but still in the index")
+        for key, (_, block) in self.node_of.items():
+            if self.key_of.get(block) != key:
+                raise InvariantError(f"node_of: {key} leads to block {block}, which holds {self.key_of.get(block)}")
+        if len(self.key_of) != len(self.node_of):
+            raise InvariantError(f"key_of: {len(self.key_of)} blocks, but {len(self.node_of)} nodes")
+
+
+class Paged:
+    """Take a block when a token needs it; share whole blocks of a known prefix."""
+
+    def __init__(self, pool: BlockPool, prefix_cache: bool = True) -> None:
+        self.pool, self.prefix_cache = pool, prefix_cache
+
+    def admit(self, request: Request, blocks: int, promised: int) -> bool:
+        """Give the request its known prefix, if its `blocks` fit beside the `promised` ones; else change nothing.
+
+        One token is always left to compute, since logits are not cached.
+        """
+        nodes, hits = [], []
+        if self.prefix_cache:
+            nodes, hits = self.pool.match(request.tokens, (request.num_tokens - 1) // self.pool.block_size)
+        revived = sum(self.pool.references[block] == 0 for block in hits)
+        if blocks - len(hits) + promised > self.pool.num_available - revived:
+            return False
+        self.pool.share(hits)
+        request.block_table, request.prefix_nodes = hits, nodes
+        request.num_kv = len(hits) * self.pool.block_size
+        return True
+
+    def reserve(self, request: Request, num_kv: int) -> bool:
+        """Make room for `num_kv` stored tokens; False, and nothing changed, if the pool is dry."""
+        missing = self.pool.blocks_for(num_kv) - len(request.block_table)
+        if missing <= 0:
+            return True
+        blocks = self.pool.take(missing)
+        request.block_table += blocks or []
+        return blocks is not None
+
+    def settle(self, request: Request) -> None:
+        """After a step: return the blocks past `num_kv` (rejected drafts), and index the full ones."""
+        keep = self.pool.blocks_for(request.num_kv)
+        self.pool.release(request.block_table[keep:])
+        del request.block_table[keep:]
+        if self.prefix_cache:
+            nodes = request.prefix_nodes
+            for i in range(len(nodes), request.num_kv // self.pool.block_size):
+                parent = nodes[-1] if nodes else ROOT
+                nodes.append(self.pool.enter(parent, request.tokens, i, request.block_table[i]))
+
+    def release(self, request: Request) -> None:
+        """Return everything; its stored tokens are forgotten."""
+        self.pool.release(request.block_table)
+        request.block_table, request.prefix_nodes, request.num_kv = [], [], 0
+
+    def expected_blocks(self, request: Request) -> int:
+        """The length that the block table of a running request must have between steps."""
+        return self.pool.blocks_for(request.num_kv)
+
+
+class Slots:
+    """Reserve one contiguous run at admission, for the longest that the request may become."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+
+    def admit(self, request: Request, blocks: int, promised: int) -> bool:
+        """Reserve the run, or change nothing and return False. What is promised is reserved already."""
+        run = self.pool.take_run(self.pool.blocks_for(request.max_kv))
+        request.block_table = run or []
+        return run is not None
+
+    def reserve(self, request: Request, num_kv: int) -> bool:
+        """Always True: the run was reserved for the longest."""
+        return True
+
+    def settle(self, request: Request) -> None:
+        """Nothing to return before the end, and nothing shared."""
+
+    def release(self, request: Request) -> None:
+        """Return the run."""
+        self.pool.release(request.block_table)
+        request.block_table, request.num_kv = [], 0
+
+    def expected_blocks(self, request: Request) -> int:
+        """The length that the block table of a running request must have between steps."""
+        return self.pool.blocks_for(request.max_kv)

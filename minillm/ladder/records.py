@@ -1,0 +1,231 @@
+"""What happened, as plain data: one record a step, one a request. Every metric is computed from these.
+
+With `mode="summary"` the lists stay empty and only counters and histograms are kept, whose
+memory does not grow however long the engine serves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+from minillm.ladder.continuous import Row, Scheduler, StepPlan
+from minillm.ladder.request import Request, RequestId, Timing
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One forward. Times in seconds on the engine's clock; blocks as they stood after planning."""
+
+    start: float
+    duration: float
+    rows: int  # all rows of the forward
+    idle_rows: int  # rows of finished requests that a static batch still carried
+    due_rows: int  # rows that were given a token, or an accepted run
+    prompt_tokens: int  # fed for the first time
+    decode_tokens: int  # fed for the first time: newest output tokens, and drafts
+    recomputed_tokens: int  # fed again after a preemption
+    output_tokens: int  # given to requests
+    admitted: int
+    preempted: int
+    waiting: int
+    blocks_live: int
+    blocks_cached: int
+    blocks_free: int
+    kv_tokens: int  # token slots of live blocks that hold something once the step is done
+    members: tuple[RequestId, ...]  # whose rows these were, in the forward's order
+
+
+@dataclass
+class RequestRecord:
+    """One request's life."""
+
+    request_id: RequestId
+    arrival: float
+    prompt_tokens: int
+    first_scheduled: float | None = None
+    token_times: list[float] = field(default_factory=list)  # of each output token: when its step ended
+    finish: float | None = None
+    finish_reason: str | None = None
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache when first admitted
+    recovered_tokens: int = 0  # its own, found again in the cache after a preemption
+    preemptions: int = 0
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.token_times)
+
+    @property
+    def first_token(self) -> float | None:
+        return self.token_times[0] if self.token_times else None
+
+    @property
+    def timing(self) -> Timing:
+        return Timing(self.arrival, self.first_scheduled, self.first_token, self.finish)
+
+
+class Histogram:
+    """Counts of durations in buckets that grow by 1 %, so that a quantile is right to 1 %, in bounded memory."""
+
+    GROWTH, SHORTEST = math.log(1.01), 1e-6
+
+    def __init__(self) -> None:
+        self.buckets: Counter[int] = Counter()
+        self.highest: float | None = None
+
+    def add(self, seconds: float) -> None:
+        self.buckets[round(math.log(max(seconds, self.SHORTEST)) / self.GROWTH)] += 1
+        self.highest = seconds if self.highest is None else max(self.highest, seconds)
+
+    @property
+    def n(self) -> int:
+        return self.buckets.total()
+
+    def nearest_rank(self, share: float) -> float | None:
+        """The value at rank ceil(share * n); None of nothing. The highest value is kept exactly."""
+        rank, seen = math.ceil(share * self.n), 0
+        for bucket in sorted(self.buckets):
+            seen += self.buckets[bucket]
+            if seen >= rank:
+                return self.highest if seen == self.n else math.exp(bucket * self.GROWTH)
+        return None
+
+
+class Records:
+    """The engine writes here before and after each forward; readers only read.
+
+    `totals` counts over the whole run (every counting field of the step records, steps,
+    busy seconds, finished requests by reason, cached and recovered tokens); `peaks` keeps
+    the highest rows, blocks_live, kv_tokens and waiting of any step.
+    """
+
+    def __init__(self, mode: Literal["all", "summary"] = "all") -> None:
+        if mode not in ("all", "summary"):
+            raise ValueError(f"records={mode!r}: choose 'all' or 'summary'")
+        self.mode = mode
+        self.steps: list[StepRecord] = []
+        self.requests: list[RequestRecord] = []  # finished ones, in the order in which they ended
+        self.live: dict[RequestId, RequestRecord] = {}
+        self.totals: Counter[str] = Counter()
+        self.peaks: Counter[str] = Counter()
+        self.histograms = {name: Histogram() for name in ("queue", "ttft", "itl", "latency")}
+        self.began: float | None = None
+        self.ended: float | None = None
+
+    def arrived(self, request: Request) -> None:
+        """A request reached the queue."""
+        self.live[request.id] = RequestRecord(request.id, request.arrival, request.num_prompt)
+        self.began = request.arrival if self.began is None else min(self.began, request.arrival)
+
+    def planned(self, plan: StepPlan, scheduler: Scheduler, now: float) -> dict:
+        """Before the forward: note who joins and who was sent away; returns what `committed` needs."""
+        for request in plan.preempted:
+            self.live[request.id].preemptions += 1
+        for request in plan.admitted:
+            record = self.live[request.id]
+            if record.first_scheduled is None:
+                record.first_scheduled, record.cached_tokens = now, request.num_kv
+                self.totals["cached_tokens"] += request.num_kv
+            else:
+                record.recovered_tokens += request.num_kv
+                self.totals["recovered_tokens"] += request.num_kv
+        return {"start": now, **step_counts(plan, scheduler)}
+
+    def committed(self, counts: dict, end: float, news: list[tuple[Request, list[int]]]) -> None:
+        """After the forward: each due request's new tokens, and the step's record."""
+        for request, tokens in news:
+            self.live[request.id].token_times += [end] * len(tokens)
+        step = StepRecord(
+            **counts,
+            duration=end - counts["start"],
+            due_rows=len(news),
+            output_tokens=sum(len(tokens) for _, tokens in news),
+        )
+        self.ended = end
+        self.totals["steps"] += 1
+        self.totals["busy_seconds"] += step.duration
+        for name in COUNTED:
+            self.totals[name] += getattr(step, name)
+        for name in PEAKED:
+            self.peaks[name] = max(self.peaks[name], getattr(step, name))
+        if self.mode == "all":
+            self.steps.append(step)
+
+    def finished(self, request: Request, now: float) -> RequestRecord:
+        """A request ended, however it did; returns its record, which a summary does not keep."""
+        record = self.live.pop(request.id)
+        record.finish, record.finish_reason = now, request.finish_reason
+        self.totals[f"finished_{request.finish_reason}"] += 1
+        if self.mode == "all":
+            self.requests.append(record)
+        if record.first_scheduled is not None:
+            self.histograms["queue"].add(record.first_scheduled - record.arrival)
+        if request.finish_reason != "abort" and record.token_times:
+            self.histograms["ttft"].add(record.first_token - record.arrival)
+            self.histograms["latency"].add(now - record.arrival)
+            for earlier, later in pairwise(record.token_times):
+                self.histograms["itl"].add(later - earlier)
+        return record
+
+    def to_chrome_trace(self, path: str | Path) -> None:
+        """Write the requests' lives as a trace that chrome://tracing and Perfetto open."""
+        Path(path).write_text(json.dumps({"traceEvents": list(self._trace_events())}))
+
+    def _trace_events(self) -> Iterator[dict]:
+        """Complete events ("X"), times in microseconds: steps on line 0, each request on a line of its own."""
+
+        def event(name: str, line: int, start: float, end: float, **details) -> dict:
+            micro = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+            return {"name": name, "ph": "X", "pid": 0, "tid": line, **micro, "args": details}
+
+        for step in self.steps:
+            yield event("step", 0, step.start, step.start + step.duration, **asdict(step))
+        for line, r in enumerate(sorted(self.requests, key=lambda r: r.arrival), start=1):
+            marks = [("waiting", r.arrival), ("prefill", r.first_scheduled), ("decode", r.first_token), ("", r.finish)]
+            marks = [(name, at) for name, at in marks if at is not None]
+            for (name, start), (_, end) in pairwise(marks):
+                yield event(name, line, start, end, request=str(r.request_id), output_tokens=r.output_tokens)
+
+
+COUNTED = ("rows", "idle_rows", "due_rows", "prompt_tokens", "decode_tokens", "recomputed_tokens", "output_tokens",
+           "admitted", "preempted")
+PEAKED = ("rows", "blocks_live", "kv_tokens", "waiting")
+
+
+def step_counts(plan: StepPlan, scheduler: Scheduler) -> dict:
+    """The fields of a step record that are known once it is planned."""
+    pool, rows = scheduler.memory.pool, plan.rows
+    fed = Counter()
+    for row in rows:
+        fed.update(tokens_by_kind(row))
+    unfilled = sum(len(r.block_table) * pool.block_size - r.num_kv for r in scheduler.running)
+    unfilled -= fed["prompt_tokens"] + fed["decode_tokens"] + fed["recomputed_tokens"]  # about to be filled
+    return {
+        **{name: fed[name] for name in ("prompt_tokens", "decode_tokens", "recomputed_tokens")},
+        "idle_rows": fed["idle_rows"],
+        "rows": len(rows),
+        "members": tuple(row.request.id for row in rows),
+        "admitted": len(plan.admitted),
+        "preempted": len(plan.preempted),
+        "waiting": len(scheduler.waiting),
+        "blocks_live": pool.num_live,
+        "blocks_cached": len(pool.cached),
+        "blocks_free": len(pool.free),
+        "kv_tokens": pool.num_live * pool.block_size - unfilled,
+    }
+
+
+def tokens_by_kind(row: Row) -> dict[str, int]:
+    """What a row feeds, told apart by position: computed before, else of the prompt, else output."""
+    start, end, request = row.start, row.start + len(row.tokens), row.request
+    if row.idle:
+        return {"idle_rows": 1}
+    again = min(max(request.num_once_stored, start), end)
+    prompt = min(max(request.num_prompt, again), end)
+    return {"recomputed_tokens": again - start, "prompt_tokens": prompt - again, "decode_tokens": end - prompt}
