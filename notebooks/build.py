@@ -1,0 +1,78 @@
+"""Make the notebooks from their sources: python notebooks/build.py [NAME ...]
+
+notebooks/src/NAME.py (jupytext's percent format) becomes notebooks/NAME.ipynb, is run from
+top to bottom in a fresh kernel, and is stored with its outputs. What would differ from run to run for
+no reason that a reader cares about (times, ids, versions, widget state) is left out, so that
+a diff of a notebook shows only what changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+FOLDER = Path(__file__).resolve().parent
+SOURCES = FOLDER / "src"
+# The same name on every machine, whatever the author's own kernel is called.
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+WIDGET = "application/vnd.jupyter.widget-view+json"  # holds a random id and nothing to look at
+
+
+def convert(source: Path) -> NotebookNode:
+    """The notebook that `source` describes, without outputs."""
+    notebook = jupytext.read(source, fmt="py:percent")
+    notebook.metadata = nbformat.from_dict(METADATA)
+    for i, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{i}"  # jupytext draws a new random id each time
+    return notebook
+
+
+def execute(notebook: NotebookNode, folder: Path, timeout: int = 1800) -> None:
+    """Run every cell in `folder`, in place. Raises CellExecutionError at the first that fails."""
+    os.environ["TQDM_DISABLE"] = "1"  # a progress bar cuts the output into pieces
+    NotebookClient(
+        notebook,
+        timeout=timeout,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
+        record_timing=False,
+        store_widget_state=False,
+        coalesce_streams=True,
+    ).execute()
+    notebook.metadata = nbformat.from_dict(METADATA)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
+
+
+def build(source: Path) -> Path:
+    notebook = convert(source)
+    execute(notebook, FOLDER)
+    path = FOLDER / f"{source.stem}.ipynb"
+    nbformat.validate(notebook)
+    nbformat.write(notebook, path)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the notebooks from their sources.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="such as 01_kv_cache; without any, all of them")
+    names = parser.parse_args().names or sorted(path.stem for path in SOURCES.glob("*.py"))
+    for name in names:
+        start = time.perf_counter()
+        path = build(SOURCES / f"{name}.py")
+        print(f"{path.name}: {time.perf_counter() - start:.0f} s, {path.stat().st_size / 1024:.0f} KB", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Are the notebooks what their sources say, run, and able to fail? (`make test` then runs them with nbval.)"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat import NotebookNode
+from test_package import LOCAL_PATH
+
+FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+SOURCES = sorted((FOLDER / "src").glob("*.py"))
+CHECK = "# NBVAL_CHECK_OUTPUT"
+MAX_BYTES = 3_000_000
+
+spec = importlib.util.spec_from_file_location("notebooks_build", FOLDER / "build.py")
+build = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(build)
+
+
+def outputs_text(cell: NotebookNode) -> str:
+    """What a cell has stored, but for pictures."""
+    kept = []
+    for output in cell.outputs:
+        kept += [output.get("text", ""), *output.get("traceback", [])]
+        kept += [str(value) for mime, value in output.get("data", {}).items() if not mime.startswith("image/")]
+    return "\n".join(kept)
+
+
+def cell_faults(cell: NotebookNode) -> list[str]:
+    faults = []
+    if "NBVAL" in cell.source and cell.source.splitlines()[0] != CHECK:
+        faults.append(f"nbval's marker is not the first line, spelled {CHECK}: it might not be seen")
+    if cell.source.startswith(CHECK):
+        # nbval passes such a cell without looking.
+        if cell.execution_count is None or not cell.outputs:
+            faults.append("a check cell has nothing stored to compare with")
+        # Warnings change with every release of what we import.
+        if any(output.get("name") == "stderr" for output in cell.outputs):
+            faults.append("a check cell has written to stderr")
+    tagged = "raises-exception" in cell.metadata.get("tags", [])
+    if any(output.output_type == "error" for output in cell.outputs) and not tagged:
+        faults.append("an error is stored, and the cell has no tag raises-exception")
+    if path := LOCAL_PATH.search(outputs_text(cell)):
+        faults.append(f"an output names a path of one machine: {path[0]}")
+    if address := re.search(r"<.* at 0x[0-9a-f]+>", outputs_text(cell)):
+        faults.append(f"an output shows an address, other in every run: {address[0]}")
+    return faults
+
+
+def faults(notebook: NotebookNode) -> list[str]:
+    """What is wrong with a notebook as it is stored; an empty list for a good one."""
+    code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+    found = [f"cell {cell.id}: {fault}" for cell in code for fault in cell_faults(cell)]
+    if notebook.metadata.get("kernelspec", {}).get("name") != "python3":
+        found.append("the kernel is not python3, so it starts on its author's machine only")
+    if [cell.execution_count for cell in code] != list(range(1, len(code) + 1)):
+        found.append("it was not run from top to bottom in a fresh kernel")
+    return found
+
+
+# --- the notebooks that we ship ---------------------------------------------------------------------------------
+
+
+def test_each_source_has_its_notebook():
+    assert [path.stem for path in SOURCES] == [path.stem for path in NOTEBOOKS]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_what_its_source_says(path):
+    source, notebook = build.convert(FOLDER / "src" / f"{path.stem}.py"), nbformat.read(path, as_version=4)
+    cells = [(cell.cell_type, cell.source, cell.metadata.get("tags", [])) for cell in notebook.cells]
+    expected = [(cell.cell_type, cell.source, cell.metadata.get("tags", [])) for cell in source.cells]
+    assert cells == expected, f"run: make notebooks, or python notebooks/build.py {path.stem}"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_stored_well(path):
+    assert path.stat().st_size < MAX_BYTES
+    assert not (found := faults(nbformat.read(path, as_version=4))), "\n".join(found)
+
+
+# --- and these tests, and nbval, can fail -----------------------------------------------------------------------
+
+SOURCE = """\
+# %% [markdown]
+# Text, with nothing to run.
+
+# %%
+import sys, time, warnings
+import matplotlib.pyplot as plt
+from tqdm.auto import tqdm
+
+start = time.perf_counter()
+for _ in tqdm(range(3)):
+    time.sleep(0.001)
+print(f"{time.perf_counter() - start:.6f} s")
+warnings.warn("an old way of doing this")
+sys.stderr.write("noise")
+
+# %%
+plt.plot([1, 2]);
+
+# %%
+# NBVAL_CHECK_OUTPUT
+print({"blocks": 4, "free": 0})
+"""
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory) -> NotebookNode:
+    """A notebook made by build.py, with all that differs between two runs in the cells that are not compared."""
+    folder = tmp_path_factory.mktemp("good")
+    (folder / "good.py").write_text(SOURCE, encoding="utf-8")
+    notebook = build.convert(folder / "good.py")
+    build.execute(notebook, folder)
+    # A warning names the file of its cell, which is why no shipped notebook may store one.
+    notebook.cells[1].outputs = [output for output in notebook.cells[1].outputs if output.get("name") != "stderr"]
+    return notebook
+
+
+def copy(notebook: NotebookNode) -> NotebookNode:
+    return nbformat.from_dict(notebook)
+
+
+def test_a_good_notebook_has_no_faults(good):
+    assert faults(good) == []
+    assert "execution" not in good.cells[1].metadata and good.metadata == build.METADATA
+
+
+def unrun(notebook):
+    notebook.cells[-1].update(execution_count=None, outputs=[])
+
+
+def emptied(notebook):
+    notebook.cells[-1].outputs = []
+
+
+def late_marker(notebook):
+    notebook.cells[-1].source = "x = 1\n" + notebook.cells[-1].source
+
+
+def misspelled(notebook):
+    notebook.cells[-1].source = "# NBVAL_CHECK_OUTPUTS\nprint(1)"
+
+
+def own_kernel(notebook):
+    notebook.metadata.kernelspec.name = "my-env"
+
+
+def run_twice(notebook):
+    notebook.cells[-1].execution_count = 9
+
+
+def failed(notebook):
+    notebook.cells[1].outputs.append(nbformat.v4.new_output("error", ename="E", evalue="", traceback=[]))
+
+
+def shows(text, name="stdout"):
+    def plant(notebook):
+        notebook.cells[-1].outputs.append(nbformat.v4.new_output("stream", name=name, text=text))
+
+    return plant
+
+
+@pytest.mark.parametrize(
+    ("plant", "message"),
+    [
+        (unrun, "nothing stored to compare"),
+        (emptied, "nothing stored to compare"),
+        (late_marker, "not the first line"),
+        (misspelled, "not the first line"),
+        (own_kernel, "not python3"),
+        (run_twice, "top to bottom"),
+        (failed, "an error is stored"),
+        (shows("/ho" + "me/ann/model"), "path of one machine"),
+        (shows("<object at 0x7f00>"), "address"),
+        (shows("old", name="stderr"), "stderr"),
+    ],
+)
+def test_a_planted_fault_is_found(good, plant, message):
+    notebook = copy(good)
+    plant(notebook)
+    assert any(message in fault for fault in faults(notebook)), faults(notebook)
+
+
+def test_nbval_fails_on_a_wrong_number_and_on_nothing_else(good, tmp_path):
+    """The same notebook three times: as made, with one digit changed, and with its check cell never run."""
+    wrong, blank = copy(good), copy(good)
+    wrong.cells[-1].outputs[0].text = wrong.cells[-1].outputs[0].text.replace("4", "5")
+    unrun(blank)
+    for name, notebook in [("right", good), ("wrong", wrong), ("blank", blank)]:
+        nbformat.write(notebook, tmp_path / f"{name}.ipynb")
+    command = [sys.executable, "-m", "pytest", "--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=60", "-rf"]
+    # One thread now, as many as there were when the outputs were stored: only noise may change.
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.run([*command, str(tmp_path)], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert re.findall(r"^FAILED (\w+)\.ipynb", run.stdout, flags=re.M) == ["wrong"], run.stdout
+    assert "1 failed, 8 passed" in run.stdout  # the blank one passed: this is why `faults` must look for it
