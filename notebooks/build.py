@@ -34,6 +34,7 @@ def convert(source: Path) -> NotebookNode:
     notebook.metadata = nbformat.from_dict(METADATA)
     for i, cell in enumerate(notebook.cells):
         cell.id = f"cell-{i}"  # jupytext draws a new random id each time
+        cell.metadata.pop("lines_to_next_cell", None)  # jupytext's own
     return notebook
 
 
@@ -46,7 +47,6 @@ def execute(notebook: NotebookNode, folder: Path, timeout: int = 1800) -> None:
         kernel_name="python3",
         resources={"metadata": {"path": str(folder)}},
         record_timing=False,
-        store_widget_state=False,
         coalesce_streams=True,
     ).execute()
     notebook.metadata = nbformat.from_dict(METADATA)

@@ -95,6 +95,7 @@ SOURCE = """\
 
 # %%
 import sys, time, warnings
+import ipywidgets
 import matplotlib.pyplot as plt
 from tqdm.auto import tqdm
 
@@ -106,6 +107,7 @@ warnings.warn("an old way of doing this")
 sys.stderr.write("noise")
 
 # %%
+ipywidgets.interact(lambda n: n * n, n=(1, 5))
 plt.plot([1, 2]);
 
 # %%
@@ -133,6 +135,7 @@ def copy(notebook: NotebookNode) -> NotebookNode:
 def test_a_good_notebook_has_no_faults(good):
     assert faults(good) == []
     assert "execution" not in good.cells[1].metadata and good.metadata == build.METADATA
+    assert [sorted(output.data) for output in good.cells[2].outputs] == [["image/png", "text/plain"]]  # no widget
 
 
 def unrun(notebook):
