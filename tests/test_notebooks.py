@@ -15,8 +15,7 @@ from nbformat import NotebookNode
 from test_package import LOCAL_PATH
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
-NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-SOURCES = sorted((FOLDER / "src").glob("*.py"))
+NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 CHECK = "# NBVAL_CHECK_OUTPUT"
 MAX_BYTES = 3_000_000
 
@@ -70,19 +69,21 @@ def faults(notebook: NotebookNode) -> list[str]:
 
 
 def test_each_source_has_its_notebook():
-    assert [path.stem for path in SOURCES] == [path.stem for path in NOTEBOOKS]
+    assert sorted(path.stem for path in (FOLDER / "src").glob("*.py")) == NAMES
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_is_what_its_source_says(path):
-    source, notebook = build.convert(FOLDER / "src" / f"{path.stem}.py"), nbformat.read(path, as_version=4)
+@pytest.mark.parametrize("name", NAMES)
+def test_notebook_is_what_its_source_says(name):
+    source = build.convert(FOLDER / "src" / f"{name}.py")
+    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     cells = [(cell.cell_type, cell.source, cell.metadata.get("tags", [])) for cell in notebook.cells]
     expected = [(cell.cell_type, cell.source, cell.metadata.get("tags", [])) for cell in source.cells]
-    assert cells == expected, f"run: make notebooks, or python notebooks/build.py {path.stem}"
+    assert cells == expected, f"run: make notebooks, or python notebooks/build.py {name}"
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_is_stored_well(path):
+@pytest.mark.parametrize("name", NAMES)
+def test_notebook_is_stored_well(name):
+    path = FOLDER / f"{name}.ipynb"
     assert path.stat().st_size < MAX_BYTES
     assert not (found := faults(nbformat.read(path, as_version=4))), "\n".join(found)
 
