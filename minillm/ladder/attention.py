@@ -50,14 +50,17 @@ class RowGroup:
 
     tokens: Tensor  # [B, n] which of the step's N tokens; a padded place repeats the row's last
     slots: Tensor  # [B, S] which slots of the store; a padded place repeats the row's last
-    mask: Tensor  # [B, n, S] True where the token may look
+    mask: Tensor  # [B, 1, n G, S] added to the scores: 0 where the token may look, else -inf
 
 
 class StepAttention:
     """The cache as one step's forward pass sees it (the model's `CacheView`)."""
 
-    def __init__(self, storage, spans: Sequence[RowSpan], block_size: int, scratch_slot: int) -> None:
+    def __init__(
+        self, storage, spans: Sequence[RowSpan], block_size: int, scratch_slot: int, query_group: int, dtype: torch.dtype
+    ) -> None:
         self.storage, self.block_size = storage, block_size
+        self.query_group, self.dtype = query_group, dtype
         self.start = torch.tensor([span.start for span in spans])  # [B]
         self.count = torch.tensor([span.count for span in spans])  # [B]
         self.first = self.count.cumsum(0) - self.count  # [B] where the row begins among the N tokens
@@ -74,10 +77,12 @@ class StepAttention:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k, v [N, Hkv, D], then attend q [N, Hq, D] -> [N, Hq, D]."""
         self.storage.write(layer, self.new_slots, k, v)
+        if len(self.groups) == 1 and len(q) == len(self.count):  # one new token a row: nothing to pad or to sort
+            return attend_stored(q[:, None], self.storage, layer, self.groups[0])[:, 0]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for group in self.groups:
             # a repeated token is written twice, with the same value
-            out[group.tokens] = attend_stored(q[group.tokens], self.storage, layer, group.slots, group.mask)
+            out[group.tokens] = attend_stored(q[group.tokens], self.storage, layer, group)
         return out
 
     def _slots(self, row: Tensor, position: Tensor) -> Tensor:
@@ -89,13 +94,14 @@ class StepAttention:
         start, count = self.start[rows, None], self.count[rows, None]  # [B, 1]
         stored = torch.minimum(torch.arange(int((start + count).max())), start + count - 1)  # [B, S]
         new = torch.minimum(torch.arange(int(count.max())), count - 1)  # [B, n]
-        mask = torch.arange(stored.shape[1]) <= (start + new)[:, :, None]  # [B, n, S]
+        sees = torch.arange(stored.shape[1]) <= (start + new)[:, :, None]  # [B, n, S]
+        mask = additive_mask(sees, self.query_group, self.dtype)
         group = self.first[rows, None] + new, self._slots(rows[:, None], stored), mask
         return RowGroup(*(tensor.to(self.storage.device) for tensor in group))
 
 
 def group_rows(spans: Sequence[RowSpan]) -> list[list[int]]:
-    """Which rows to attend together: short rows of similar context; each long row by itself."""
+    """Which rows to attend together, in their order: short rows of similar context; each long row by itself."""
     groups: list[list[int]] = []
     limit = 0.0
     for b in sorted(range(len(spans)), key=lambda b: spans[b].start + spans[b].count):
@@ -107,31 +113,30 @@ def group_rows(spans: Sequence[RowSpan]) -> list[list[int]]:
         else:
             together, limit = [b], GROUP_SPREAD * max(length, 64)
             groups.append(together)
-    return groups
+    return [sorted(group) for group in groups]
 
 
-def attend_stored(q: Tensor, storage, layer: int, slots: Tensor, mask: Tensor) -> Tensor:
-    """q [B, n, Hq, D] over the stored tokens `slots` [B, S] under `mask` [B, n, S] -> [B, n, Hq, D].
+def attend_stored(q: Tensor, storage, layer: int, group: RowGroup) -> Tensor:
+    """q [B, n, Hq, D] over the stored tokens of a group -> [B, n, Hq, D].
 
     A long context is read a chunk at a time, and the chunks' softmaxes are merged (online
     softmax: Milakov and Gimelshein, 2018): what is gathered, and dequantised where the
     storage does that, never grows with the context.
     """
-    if slots.shape[1] <= CONTEXT_CHUNK:
-        return attend(q, *read_rows(storage, layer, slots, q.dtype), mask)
+    if group.slots.shape[1] <= CONTEXT_CHUNK:
+        return attend(q, *read_rows(storage, layer, group.slots, q.dtype), group.mask)
     highest = total = weighted = None
-    for at in range(0, slots.shape[1], CONTEXT_CHUNK):
-        k, v = read_rows(storage, layer, slots[:, at : at + CONTEXT_CHUNK], q.dtype)
-        scores = attention_scores(q, k, mask[:, :, at : at + CONTEXT_CHUNK])  # [B, Hkv, n G, chunk]
+    for at in range(0, group.slots.shape[1], CONTEXT_CHUNK):
+        k, v = read_rows(storage, layer, group.slots[:, at : at + CONTEXT_CHUNK], torch.float32)
+        queries = fold_heads(q, k.shape[2]).float() * q.shape[3] ** -0.5  # [B, Hkv, n G, D]
+        scores = queries @ k.permute(0, 2, 3, 1) + group.mask[..., at : at + CONTEXT_CHUNK]  # [B, Hkv, n G, chunk]
         top = scores.amax(-1, keepdim=True)
-        top = top if highest is None else torch.maximum(highest, top)
-        weights = torch.exp(scores - top)
-        part, part_total = weights @ v.transpose(1, 2).float(), weights.sum(-1, keepdim=True)
-        if highest is None:
-            weighted, total = part, part_total
-        else:
-            shrink = torch.exp(highest - top)
-            weighted, total = weighted * shrink + part, total * shrink + part_total
+        if highest is None:  # every token sees position 0, so the first chunk's highest is a real score
+            highest, total, weighted = top, 0.0, 0.0
+        top = torch.maximum(highest, top)
+        weights, shrink = torch.exp(scores - top), torch.exp(highest - top)
+        weighted = weighted * shrink + weights @ v.transpose(1, 2)  # [B, Hkv, n G, D]
+        total = total * shrink + weights.sum(-1, keepdim=True)  # [B, Hkv, n G, 1]
         highest = top
     return unfold_heads(weighted / total, q).to(q.dtype)
 
@@ -143,26 +148,15 @@ def read_rows(storage, layer: int, slots: Tensor, dtype: torch.dtype) -> tuple[T
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Grouped-query attention: q [B, n, Hq, D], k and v [B, S, Hkv, D], mask [B, n, S] -> [B, n, Hq, D].
+    """Grouped-query attention: q [B, n, Hq, D], k and v [B, S, Hkv, D], mask [B, 1, n G, S] -> [B, n, Hq, D].
 
     The G query heads that share a KV head become G further rows of queries, so that no key
     is copied (Ainslie et al., 2023).
     """
-    group = q.shape[2] // k.shape[2]
     out = F.scaled_dot_product_attention(
-        fold_heads(q, k.shape[2]), k.transpose(1, 2), v.transpose(1, 2), mask.repeat_interleave(group, dim=1)[:, None]
+        fold_heads(q, k.shape[2]), k.transpose(1, 2), v.transpose(1, 2), mask
     )  # [B, Hkv, n G, D]
     return unfold_heads(out, q)
-
-
-def attention_scores(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
-    """q [B, n, Hq, D], k [B, S, Hkv, D] -> scaled scores in fp32 [B, Hkv, n G, S], -inf-like where masked.
-
-    The mask's floor is finite: a chunk in which a row may see nothing must not make NaN.
-    """
-    group, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
-    scores = fold_heads(q, k.shape[2]).float() @ k.permute(0, 2, 3, 1).float() * scale
-    return scores.masked_fill(~mask.repeat_interleave(group, dim=1)[:, None], torch.finfo(torch.float32).min)
 
 
 def fold_heads(q: Tensor, kv_heads: int) -> Tensor:
@@ -179,6 +173,13 @@ def unfold_heads(out: Tensor, q: Tensor) -> Tensor:
     return out.view(rows, kv_heads, new, heads // kv_heads, head_dim).transpose(1, 2).reshape(q.shape)
 
 
-def causal_mask(start: int, count: int) -> Tensor:
-    """[1, n, S] for one row of `count` new tokens after `start` stored ones: True where it may look."""
-    return torch.arange(start + count) <= torch.arange(start, start + count)[None, :, None]
+def additive_mask(sees: Tensor, query_group: int, dtype: torch.dtype) -> Tensor:
+    """sees [B, n, S] -> what to add to the scores [B, 1, n G, S], once for all layers."""
+    mask = torch.zeros(sees.shape, dtype=dtype).masked_fill_(~sees, -torch.inf)
+    return mask.repeat_interleave(query_group, dim=1)[:, None]
+
+
+def causal_mask(start: int, count: int, query_group: int, dtype: torch.dtype) -> Tensor:
+    """The mask [1, 1, n G, S] of one row of `count` new tokens after `start` stored ones."""
+    sees = torch.arange(start + count) <= torch.arange(start, start + count)[None, :, None]  # [1, n, S]
+    return additive_mask(sees, query_group, dtype)

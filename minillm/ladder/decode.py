@@ -21,7 +21,7 @@ class NoCache:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [N, Hq, D], k and v [N, Hkv, D] -> [N, Hq, D]."""
-        mask = causal_mask(0, len(q)).to(q.device)  # [1, N, N]
+        mask = causal_mask(0, len(q), q.shape[1] // k.shape[1], q.dtype).to(q.device)  # [1, 1, N G, N]
         return attend(q[None], k[None], v[None], mask)[0]
 
 
@@ -40,7 +40,7 @@ class SequenceCache:
         end = self.length + len(q)
         self.keys[layer, self.length : end] = k
         self.values[layer, self.length : end] = v
-        mask = causal_mask(self.length, len(q)).to(q.device)  # [1, N, S]
+        mask = causal_mask(self.length, len(q), q.shape[1] // k.shape[1], q.dtype).to(q.device)  # [1, 1, N G, S]
         return attend(q[None], self.keys[None, layer, :end], self.values[None, layer, :end], mask)[0]
 
 

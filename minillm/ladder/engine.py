@@ -76,7 +76,10 @@ class ModelExecutor:
     def run(self, plan: StepPlan) -> list[list[int]]:
         """One forward over all rows; one token for each due row."""
         device = self.model.device
-        cache = StepAttention(self.storage, [row.span for row in plan.rows], self.block_size, self.scratch_slot)
+        spans = [row.span for row in plan.rows]
+        cache = StepAttention(
+            self.storage, spans, self.block_size, self.scratch_slot, self.model.config.query_group, self.model.dtype
+        )
         tokens = torch.tensor([token for row in plan.rows for token in row.tokens], device=device)  # [N]
         due = [b for b, row in enumerate(plan.rows) if row.due]
         last = (cache.first + cache.count - 1)[due].to(device)  # [R] each due row's last token

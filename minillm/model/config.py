@@ -54,6 +54,11 @@ class ModelConfig:
             raise ValueError(f"head_dim {self.head_dim} is odd; RoPE rotates pairs of dimensions")
 
     @property
+    def query_group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_attention_heads // self.num_key_value_heads
+
+    @property
     def has_qk_norm(self) -> bool:
         """Qwen3 normalises each head's query and key before RoPE."""
         return self.model_type == "qwen3"
