@@ -51,7 +51,7 @@ def locate(name: str | os.PathLike = DEFAULT) -> Path:
     if text == DEFAULT:
         return fetch()
     path = Path(text).expanduser()
-    if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
+    if text and (path.is_dir() or (path.suffix == ".gguf" and path.is_file())):  # Path("") would be "."
         return path
     if path.suffix == ".gguf":
         raise ModelNotFound(f"there is no file {path}")

@@ -14,7 +14,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import jinja2
