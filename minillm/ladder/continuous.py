@@ -186,7 +186,8 @@ class Scheduler:
         for request in list(self.running):
             if request.finished:  # only a static batch still carries it
                 last = request.num_kv - 1
-                plan.add(Row(request, last, [request.tokens[last]], due=False, idle=True))
+                if last >= 0:  # else it was aborted before its first chunk, and has nothing to feed again
+                    plan.add(Row(request, last, [request.tokens[last]], due=False, idle=True))
             elif request in plan.preempted or request.num_pending != 1:
                 continue
             elif self._make_room(request, request.num_tokens, plan):
