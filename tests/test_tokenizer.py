@@ -247,6 +247,7 @@ def test_chat_holds_the_bos_of_its_template_alone(backend):
     assert tokenizer.chat("hello", system="hello") == [BOS, *system, HELLO, END, *user, HELLO, END, *assistant]
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello"}]
     assert tokenizer.chat(turns, add_generation_prompt=False) == [BOS, *user, HELLO, END, *assistant, HELLO, END]
+    tokenizer.chat(turns, system="hello")
     assert len(turns) == 2, "the caller's list was changed"
 
 
@@ -344,6 +345,14 @@ def test_content_hash_tells_vocabularies_apart():
     assert of_pieces(["a", "b", "c"]).content_hash != swapped.content_hash
     assert of_pieces(["a", "b", "c"]).vocab_size == swapped.vocab_size == 3
     assert of_pieces(["a", "b", "c"]).content_hash != of_pieces(["a", "b", "c", "d"]).content_hash
+
+
+def test_smollm_words():
+    """Digits are cut out first, and only then words: the space before a number is on its own."""
+    normalizer, pre_tokenizer = _splitter("smollm")
+    assert normalizer is None
+    words = [word for word, _ in pre_tokenizer.pre_tokenize_str("In 1984,  don't\n 7")]
+    assert words == ["In", "Ġ", "1", "9", "8", "4", ",", "Ġ", "Ġdon", "'t", "ĊĠ", "7"]
 
 
 @settings(deadline=None)  # the first example imports transformers

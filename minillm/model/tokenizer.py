@@ -231,9 +231,7 @@ class TextStream:
 
     def finish(self) -> str:
         """Return what is left; a second call returns nothing."""
-        rest = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
-        return self._release(rest, keep=False)
+        return self._release(self._utf8.decode(b"", final=True), keep=False)
 
     def _release(self, new: str, keep: bool) -> str:
         """Append `new` to what is held, and let go of all of it but what `keep` demands."""
