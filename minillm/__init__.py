@@ -2,6 +2,7 @@
 
 from minillm.ladder.engine import Engine
 from minillm.ladder.request import Completion, RequestError, SamplingParams, TokenEvent
+from minillm.measure import metrics
 from minillm.model.config import ModelConfig
 from minillm.model.tokenizer import load_tokenizer
 from minillm.model.weights import load_model
@@ -16,4 +17,5 @@ __all__ = [
     "TokenEvent",
     "load_model",
     "load_tokenizer",
+    "metrics",
 ]

@@ -57,8 +57,15 @@ class StepAttention:
     """The cache as one step's forward pass sees it (the model's `CacheView`)."""
 
     def __init__(
-        self, storage, spans: Sequence[RowSpan], block_size: int, scratch_slot: int, query_group: int, dtype: torch.dtype
+        self,
+        storage,
+        spans: Sequence[RowSpan],
+        block_size: int,
+        scratch_slot: int,
+        query_group: int,
+        dtype: torch.dtype,
     ) -> None:
+        """scratch_slot: where rows that store nothing write. query_group: G. dtype: the model's."""
         self.storage, self.block_size = storage, block_size
         self.query_group, self.dtype = query_group, dtype
         self.start = torch.tensor([span.start for span in spans])  # [B]
@@ -103,7 +110,7 @@ class StepAttention:
 def group_rows(spans: Sequence[RowSpan]) -> list[list[int]]:
     """Which rows to attend together, in their order: short rows of similar context; each long row by itself."""
     groups: list[list[int]] = []
-    limit = 0.0
+    together, limit = [], 0.0
     for b in sorted(range(len(spans)), key=lambda b: spans[b].start + spans[b].count):
         length = spans[b].start + spans[b].count
         if spans[b].count > SHORT_ROW:

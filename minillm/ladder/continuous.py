@@ -47,7 +47,7 @@ class ContinuousBatching:
         return [request for request in running if request.finished]
 
     def tokens_to_claim(self, request: Request) -> int:
-        """Tokens that memory must be found for at admission: what is known and one more, lest it be preempted at once."""
+        """Tokens that memory must be found for at admission: the known and one more, lest it be preempted at once."""
         return min(request.num_tokens + 1, request.max_kv)
 
 
@@ -271,7 +271,8 @@ class Scheduler:
                 raise InvariantError(f"num_kv: {request.id!r} stores {request.num_kv} of {request.num_tokens} tokens")
             expected = self.memory.expected_blocks(request)
             if len(request.block_table) != expected:
-                raise InvariantError(f"block_table: {request.id!r} has {len(request.block_table)} blocks, not {expected}")
+                held = len(request.block_table)
+                raise InvariantError(f"block_table: {request.id!r} has {held} blocks, not {expected}")
             self._check_content(request)
         pool.check_invariants(request.block_table for request in self.running)
 

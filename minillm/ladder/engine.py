@@ -87,7 +87,8 @@ class ModelExecutor:
         if not due:
             return []
         requests = [plan.rows[b].request for b in due]
-        chosen = sample(logits, [r.params for r in requests], [r.seed for r in requests], [r.num_output for r in requests])
+        params, seeds = [r.params for r in requests], [r.seed for r in requests]
+        chosen = sample(logits, params, seeds, [r.num_output for r in requests])  # [R]
         return [[token] for token in chosen.tolist()]
 
 
@@ -213,16 +214,20 @@ class Engine:
         it). If the forward raises, the step is undone, every request stays as it was, and
         the exception goes on to the caller.
         """
-        kept, self._kept = self._kept, []
-        return kept if kept and not self.scheduler.has_work else kept + self._advance()
+        if self.scheduler.has_work or not self._kept:
+            self._advance()
+        events, self._kept = self._kept, []
+        return events
 
-    def _advance(self) -> list[TokenEvent]:
+    def _advance(self) -> None:
+        """One step. Its events join those that are kept, which an exception must not lose."""
         self._take_arrivals()
-        if not self.scheduler.has_work and self._arrivals:
+        if not self.scheduler.has_work and not self._kept and self._arrivals:
             self.clock.wait_until(self._arrivals[0][0])
             self._take_arrivals()
-        events, self._kept = self._kept, []  # of requests that asked for no token
-        return events + self._run_step() if self.scheduler.has_work else events
+        if self.scheduler.has_work:
+            events = self._run_step()  # first: it may raise, and `_kept` must not be read before it
+            self._kept += events
 
     def _run_step(self) -> list[TokenEvent]:
         plan = self.scheduler.plan()
@@ -275,9 +280,10 @@ class Engine:
         texts: dict[RequestId, str] = {request.id: "" for request in requests}
         for event in self._run_to_end(requests):
             texts[event.request_id] += event.text
+        if self.tokenizer is None:
+            texts = dict.fromkeys(texts)
         return [
-            Completion(r.id, r.prompt_ids, r.output_ids, texts[r.id] if self.tokenizer else None, r.finish_reason, r.timing)
-            for r in requests
+            Completion(r.id, r.prompt_ids, r.output_ids, texts[r.id], r.finish_reason, r.timing) for r in requests
         ]
 
     def stream(
@@ -294,7 +300,7 @@ class Engine:
         try:
             while own:
                 if not any(event.request_id in own for event in self._kept):
-                    self._kept += self._advance()
+                    self._advance()
                 mine = [event for event in self._kept if event.request_id in own]
                 self._kept = [event for event in self._kept if event.request_id not in own]
                 for event in mine:
@@ -362,7 +368,8 @@ class Engine:
         ids = [int(token) for token in prompt]
         for place, token in enumerate(ids):
             if not 0 <= token < self.config.vocab_size:
-                raise RequestError(f"token id {token} at place {place} is outside the vocabulary of {self.config.vocab_size:,}")
+                size = self.config.vocab_size
+                raise RequestError(f"token id {token} at place {place} is outside the vocabulary of {size:,}")
         return ids
 
     def _queue(self, request: Request) -> None:

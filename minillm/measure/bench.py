@@ -1,0 +1,135 @@
+"""One workload on this engine, and on transformers beside it in the same process, in turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+
+from minillm.ladder.engine import Engine
+from minillm.ladder.quantized import native_format
+from minillm.measure.measurement import Measurement, Spread, provenance
+from minillm.measure.workload import WorkItem, make_workload, play
+from minillm.model.source import locate
+from minillm.model.weights import load_model
+
+STATIC_BATCH = 8
+
+
+def bench(
+    workload: str,
+    model_name: str,
+    against: str | None = None,
+    requests: int | None = None,
+    scale: float = 1.0,
+    repeats: int = 3,
+    progress=None,
+) -> Measurement:
+    """Output tokens per second of a workload, all requests at once: median of `repeats`, engines in turns.
+
+    against: "transformers" adds its `generate` with static batches of 8, and its continuous
+    batching with a cache sized to the work, both warmed, reading the very same weights.
+    """
+    items = make_workload(workload, scale=scale, **({"requests": requests} if requests else {}))
+    model = load_model(model_name)
+    engines: dict[str, Callable[[Sequence[WorkItem]], int]] = {"minillm": lambda items: _ours(model, items)}
+    manager = None
+    if against:
+        reference = _load_reference(model_name, model)
+        manager = _start_continuous(reference, items)
+        engines["transformers, static batch of 8"] = lambda items: _static(reference, items)
+        engines["transformers, continuous batching"] = lambda items: _continuous(manager, items)
+    try:
+        speeds = _take_turns(engines, items, repeats, progress)
+    finally:
+        if manager is not None:
+            manager.stop(block=True)
+    ours = median(speeds["minillm"])
+    rows = [
+        {
+            "engine": engine, "output_tokens": sum(item.output_tokens for item in items), "tokens_per_s": median(runs),
+            "min": min(runs), "max": max(runs), "times_minillm": ours / median(runs),
+        }
+        for engine, runs in speeds.items()
+    ]
+    spread = Spread.of(speeds["minillm"], warmups=1)
+    source = provenance(model_name, native_format(model.dtype), model.device, seed=0, spread=spread)
+    return Measurement(f"bench_{workload}", source, rows)
+
+
+def _take_turns(engines, items, repeats: int, progress) -> dict[str, list[float]]:
+    """Tokens per second of each run. Turns, since a machine that slows down must slow everybody down."""
+    speeds: dict[str, list[float]] = {name: [] for name in engines}
+    wanted = sum(item.output_tokens for item in items)
+    with progress("bench", (repeats + 1) * len(engines)) as bar:
+        for turn in range(repeats + 1):
+            for name, run in engines.items():
+                start = time.perf_counter()
+                tokens = run(items if turn else items[:4])  # turn 0 warms up
+                seconds = time.perf_counter() - start
+                bar.update(1)
+                if turn and tokens != wanted:
+                    raise RuntimeError(f"{name} gave {tokens} tokens instead of {wanted}; its speed would mean nothing")
+                if turn:
+                    speeds[name].append(wanted / seconds)
+    return speeds
+
+
+def _ours(model, items: Sequence[WorkItem]) -> int:
+    engine = Engine(model, records="summary")
+    return sum(map(len, play(engine, items, clients=len(items))))
+
+
+def _load_reference(name: str, model):
+    """transformers' own model class on the same files."""
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(locate(name), dtype=model.dtype, attn_implementation="sdpa")
+    return reference.to(model.device).eval()
+
+
+@torch.inference_mode()
+def _static(reference, items: Sequence[WorkItem]) -> int:
+    """`generate` on left-padded batches in order of arrival; tokens past an answer's end are not counted."""
+    pad = 0
+    for at in range(0, len(items), STATIC_BATCH):
+        batch = items[at : at + STATIC_BATCH]
+        width, longest = max(len(item.prompt_ids) for item in batch), max(item.output_tokens for item in batch)
+        ids = [[pad] * (width - len(item.prompt_ids)) + item.prompt_ids for item in batch]
+        mask = [[0] * (width - len(item.prompt_ids)) + [1] * len(item.prompt_ids) for item in batch]
+        reference.generate(
+            input_ids=torch.tensor(ids, device=reference.device),
+            attention_mask=torch.tensor(mask, device=reference.device),
+            max_new_tokens=longest, min_new_tokens=longest, do_sample=False, eos_token_id=None, pad_token_id=pad,
+        )
+    return sum(item.output_tokens for item in items)
+
+
+def _start_continuous(reference, items: Sequence[WorkItem]):
+    """transformers' continuous batching, with blocks for all requests at once and no more."""
+    from transformers import GenerationConfig
+    from transformers.generation import ContinuousBatchingConfig
+
+    page = 32
+    blocks = sum(-(-(len(item.prompt_ids) + item.output_tokens) // page) for item in items) + len(items)
+    manager = reference.init_continuous_batching(
+        generation_config=GenerationConfig(do_sample=False, max_new_tokens=1024, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=512, page_size=page),
+    )
+    manager.start()
+    return manager
+
+
+def _continuous(manager, items: Sequence[WorkItem]) -> int:
+    for item in items:
+        manager.add_request(input_ids=item.prompt_ids, max_new_tokens=item.output_tokens)
+    done = tokens = 0
+    while done < len(items):
+        result = manager.get_result(timeout=5)
+        if result is None and not manager.is_running():
+            raise RuntimeError("transformers' continuous batching stopped by itself")
+        if result is not None and result.is_finished():
+            done, tokens = done + 1, tokens + len(result.generated_tokens)
+    return tokens

@@ -1,0 +1,28 @@
+"""Real questions for a chat model, whose answers are of very different lengths. Our own words, free to use."""
+
+CHAT_PROMPTS = (
+    "What is the capital of France?",
+    "Explain why the sky is blue to a ten-year-old.",
+    "Name three primary colours.",
+    "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
+    "What is 7 times 8?",
+    "Give me a recipe for pancakes, with amounts and steps.",
+    "Translate to French: Good morning, my friend.",
+    "Compare trains and aeroplanes for a journey of 500 kilometres.",
+    "Is water wet? Answer in one word.",
+    "Describe how a bicycle stays upright.",
+    "List the planets of the solar system in order from the sun.",
+    "Write a polite email that asks a colleague to move a meeting from Monday to Tuesday.",
+    "What do bees make?",
+    "Explain what a database index does and when it does not help.",
+    "Who wrote Romeo and Juliet?",
+    "Give five tips for someone who is learning to swim as an adult.",
+    "What is the opposite of hot?",
+    "Summarise the story of the tortoise and the hare.",
+    "How many days are in a leap year?",
+    "Write a Python function that reverses a string, and explain it.",
+    "What sound does a cat make?",
+    "Describe the water cycle in a few sentences.",
+    "What is the largest ocean?",
+    "Suggest a plan for a rainy Sunday with two small children.",
+)

@@ -1,0 +1,27 @@
+"""Rows of a measurement as a text table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def text_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
+    """rows as aligned text. `columns` maps a row's key to its title; numbers stand right, text left."""
+    cells = [list(columns.values())] + [[cell(row.get(key)) for key in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    numeric = [all(isinstance(row.get(key), int | float | None) for row in rows) for key in columns]
+    sides = [str.rjust if right else str.ljust for right in numeric]
+    lines = ["  ".join(side(text, w) for side, text, w in zip(sides, line, widths, strict=True)) for line in cells]
+    return "\n".join(line.rstrip() for line in [lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+
+
+def cell(value: Any) -> str:
+    """A value as a reader wants it: three significant digits, yes and no, a dash for nothing."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
