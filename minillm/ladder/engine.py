@@ -162,7 +162,8 @@ class Engine:
         self._requests: dict[RequestId, Request] = {}  # all that have not finished
         self._streams: dict[RequestId, object] = {}  # their text streams, where there is a tokenizer
         self._kept: list[TokenEvent] = []  # of other requests, while `generate` or `stream` ran
-        self._numbers = count()
+        self._numbers = count()  # of requests: their names and seeds
+        self._calls = count()  # with an arrival ahead: among equals, who called first comes first
 
     # -- requests in ------------------------------------------------------------------------------
 
@@ -194,11 +195,13 @@ class Engine:
         if any(entry[2] is request for entry in self._arrivals):
             self._arrivals = [entry for entry in self._arrivals if entry[2] is not request]
             heapq.heapify(self._arrivals)
+            request.arrival = self.clock.now()  # it never came: it begins and ends now
             self.records.arrived(request)
             request.finish_reason = "abort"
         else:
             self.scheduler.finish(request, "abort")
-        self._kept.append(self._event(request, [], "", self.clock.now()))
+        stream = self._streams.get(request_id)
+        self._kept.append(self._event(request, [], stream.finish() if stream else "", self.clock.now()))
 
     @property
     def has_work(self) -> bool:
@@ -300,6 +303,8 @@ class Engine:
         try:
             while own:
                 if not any(event.request_id in own for event in self._kept):
+                    if not any(request_id in self._requests for request_id in own):
+                        return  # a `step` in between took their last events
                     self._advance()
                 mine = [event for event in self._kept if event.request_id in own]
                 self._kept = [event for event in self._kept if event.request_id not in own]
@@ -342,6 +347,8 @@ class Engine:
     def _make_request(self, prompt, params: SamplingParams, request_id, arrival: float | None) -> Request:
         """Check everything that can be wrong with a request, before anything is changed."""
         number = next(self._numbers)
+        while request_id is None and f"request-{number}" in self._requests:  # somebody chose that name
+            number = next(self._numbers)
         request_id = f"request-{number}" if request_id is None else request_id
         if not isinstance(request_id, (str, int)):
             raise RequestError(f"request_id {request_id!r} is neither a str nor an int")
@@ -377,7 +384,7 @@ class Engine:
         if self.tokenizer is not None:
             self._streams[request.id] = self.tokenizer.stream(request.params.stop)
         if request.arrival > self.clock.now():
-            heapq.heappush(self._arrivals, (request.arrival, next(self._numbers), request))
+            heapq.heappush(self._arrivals, (request.arrival, next(self._calls), request))
         else:
             self._arrived(request)
 
