@@ -194,9 +194,9 @@ class Scheduler:
                 plan.add(Row(request, request.num_kv, request.tokens[-1:], due=True))
 
     def _plan_prompts(self, plan: StepPlan) -> None:
-        planned = {id(row.request) for row in plan.rows}
         for request in list(self.running):
-            if not request.finished and id(request) not in planned and request not in plan.preempted:
+            # one pending token is a decode: fed here, it would take the room of a prompt that needs the whole budget
+            if not request.finished and request.num_pending > 1 and request not in plan.preempted:
                 self._feed_prompt(request, plan)
 
     def _feed_prompt(self, request: Request, plan: StepPlan) -> None:
