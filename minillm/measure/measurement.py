@@ -1,0 +1,197 @@
+"""A measurement that can be believed: rows with units in their names, and where they came from.
+
+One experiment returns one `Measurement`. It is saved as
+`notebooks/measurements/<device>/<experiment>.json`, and `load` refuses a file that does not
+say which commit on which device made it, or that claims more than the device can do.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from statistics import median
+
+import torch
+
+MEASUREMENTS = Path("notebooks/measurements")
+
+
+class MeasurementError(ValueError):
+    """A measurement that must not be shown; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Repeats of one reading: the median is the figure, min and max are its noise."""
+
+    min: float
+    median: float
+    max: float
+    repeats: int
+    warmups: int
+
+    @classmethod
+    def of(cls, values: Sequence[float], warmups: int = 0) -> Spread:
+        return cls(min(values), median(values), max(values), len(values), warmups)
+
+
+def time_seconds(work: Callable[[], object], device: str | torch.device, warmups: int = 2, repeats: int = 5) -> Spread:
+    """Seconds that `work` takes on the device.
+
+    The device is synchronised before both readings of the clock, since a launch returns
+    before its work is done. Warm-ups run the very same work and are not counted: the first
+    calls pay for compilation, allocation and cold caches.
+    """
+    kind = torch.device(device).type
+    synchronize = getattr(torch, kind).synchronize  # torch.cpu's does nothing
+    seconds = []
+    for _ in range(warmups + repeats):
+        synchronize()
+        start = time.perf_counter()
+        work()
+        synchronize()
+        seconds.append(time.perf_counter() - start)
+    return Spread.of(seconds[warmups:], warmups)
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where rows came from. `noise` is the spread of the rows' main figure over the repeats."""
+
+    device: str
+    driver: str
+    torch: str
+    dtype: str
+    model: str
+    commit: str
+    date: str  # UTC, ISO 8601
+    seed: int
+    warmups: int
+    repeats: int
+    noise: dict[str, float] | None = None  # min, median, max
+    bandwidth_gb_per_s: float | None = None  # the device's, as measured: what no row may exceed
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """An experiment's rows and their provenance.
+
+    Names of columns end in their unit (`step_ms`, `kv_gb`, `read_gb_per_s`). `mbu` and `mfu`
+    are shares of the measured bandwidth and matmul rate.
+    """
+
+    experiment: str
+    provenance: Provenance
+    rows: list[dict] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Raise MeasurementError unless commit and device are named and no row exceeds the measured limits."""
+        for name in ("commit", "device"):
+            if not getattr(self.provenance, name):
+                raise MeasurementError(f"{self.experiment}: no {name} is named; run it again from a git checkout")
+        limit = self.provenance.bandwidth_gb_per_s
+        for number, row in enumerate(self.rows):
+            for column, value in row.items():
+                share = value if column in ("mbu", "mfu") else None
+                if column.endswith("gb_per_s") and limit:
+                    share = value / limit
+                if share is not None and share > 1:
+                    raise MeasurementError(
+                        f"{self.experiment}, row {number}: {column} {value:.4g} is {share:.0%} of what this device was "
+                        "measured to reach; the bytes, the time or the limit is wrong: measure all three again"
+                    )
+
+    def save(self, root: Path = MEASUREMENTS) -> Path:
+        """Write the JSON file, unless `check` objects; returns its path."""
+        self.check()
+        path = measurement_path(self.provenance.device, self.experiment, root)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        return path
+
+    @classmethod
+    def load(cls, device: str, experiment: str, root: Path = MEASUREMENTS) -> Measurement:
+        """Read one back; MeasurementError lists what there is if it is unknown, or says why it is refused."""
+        path = measurement_path(device, experiment, root)
+        if not path.exists():
+            known = ", ".join(sorted(f"{file.parent.name}/{file.stem}" for file in root.glob("*/*.json")))
+            raise MeasurementError(f"no measurement {path.parent.name}/{path.stem}; known: {known or 'none'}")
+        stored = json.loads(path.read_text())
+        absent = {"commit": "", "device": ""}  # what a file leaves out, `check` misses
+        try:
+            measurement = cls(stored["experiment"], Provenance(**absent | stored["provenance"]), stored["rows"])
+        except (KeyError, TypeError) as error:
+            raise MeasurementError(f"{path.parent.name}/{path.stem}: not a measurement: {error}") from error
+        measurement.check()
+        return measurement
+
+
+def measurement_path(device: str, experiment: str, root: Path = MEASUREMENTS) -> Path:
+    """Where a measurement is kept: the device's name in lower case, hyphens for all else."""
+    folder = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return root / folder / f"{experiment}.json"
+
+
+def provenance(model: str, dtype: str, device: str | torch.device, seed: int, spread: Spread, **more) -> Provenance:
+    """The provenance of rows measured here and now; `spread` is that of their main figure."""
+    return Provenance(
+        device=device_name(device),
+        driver=driver_version(device),
+        torch=torch.__version__,
+        dtype=dtype,
+        model=model,
+        commit=current_commit(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        seed=seed,
+        warmups=spread.warmups,
+        repeats=spread.repeats,
+        noise={"min": spread.min, "median": spread.median, "max": spread.max},
+        **more,
+    )
+
+
+def device_name(device: str | torch.device) -> str:
+    """The marketing name of a GPU, or of this machine's processor with the threads in use."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_processor()}, {torch.get_num_threads()} threads"
+
+
+@cache
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")  # platform.processor() is empty on most Linux systems
+    named = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return named[1] if named else platform.processor() or platform.machine()
+
+
+def driver_version(device: str | torch.device) -> str:
+    """The GPU's driver and CUDA; for a CPU the system's kernel and the widest vectors that PyTorch uses."""
+    if torch.device(device).type == "cuda":
+        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[:1]
+        return f"{''.join(driver) or 'unknown'}, CUDA {torch.version.cuda}"
+    return f"{platform.system()} {platform.release()}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def current_commit() -> str:
+    """The commit of this package's own checkout, "-dirty" if files differ from it; "" if it is not in one."""
+    here = Path(__file__)
+    if not _output("git", "-C", here.parent, "ls-files", here.name):  # installed into another project's folder
+        return ""
+    return _output("git", "-C", here.parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def _output(*command) -> str:
+    """What a program prints; "" where it is not installed or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
