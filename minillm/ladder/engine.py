@@ -24,7 +24,7 @@ import torch
 from minillm.ladder.attention import StepAttention
 from minillm.ladder.continuous import ContinuousBatching, Scheduler, StepPlan
 from minillm.ladder.paged import BlockPool, Paged, Slots
-from minillm.ladder.quantized import NativeStorage, check_format, kv_bytes_per_token, native_format
+from minillm.ladder.quantized import KeyTransform, KVStorage, Rotation, kv_bytes_per_token, native_format
 from minillm.ladder.records import Records
 from minillm.ladder.request import Completion, Request, RequestError, RequestId, SamplingParams, TokenEvent
 from minillm.ladder.sampling import hash_numbers, sample
@@ -67,10 +67,12 @@ class Executor(Protocol):
 class ModelExecutor:
     """Runs a plan on a model: flattens the rows, one forward, samples the due ones."""
 
-    def __init__(self, model, kv_format: str, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, model, kv_format: str, num_blocks: int, block_size: int, key_transform: KeyTransform | None = None
+    ) -> None:
         self.model, self.block_size = model, block_size
         self.scratch_slot = num_blocks * block_size  # behind the pool's last block
-        self.storage = NativeStorage(model.config, kv_format, self.scratch_slot + 1, model.device)
+        self.storage = KVStorage(model.config, kv_format, self.scratch_slot + 1, model.device, key_transform)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[list[int]]:
@@ -111,7 +113,8 @@ class Engine:
     model: from `load_model`, or None with an `executor` of one's own. kv_memory: bytes for
     keys and values (1 GiB on a CPU; on a GPU 80 % of what is free after the weights).
     max_batch: rows in a step, at most `max_step_tokens`. max_step_tokens: the budget of
-    tokens a step feeds. max_context: prompt and output of one request.
+    tokens a step feeds. max_context: prompt and output of one request. key_transform: how
+    keys are made even before they are stored; "auto" rotates them for int4.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class Engine:
         batching: Literal["continuous", "static"] = "continuous",
         kv: Literal["paged", "slots"] = "paged",
         kv_format: str = "auto",
+        key_transform: KeyTransform | Literal["auto"] | None = "auto",
         kv_memory: int | None = None,
         block_size: int = 16,
         max_batch: int | None = None,
@@ -138,7 +142,6 @@ class Engine:
         gpu = model is not None and model.device.type == "cuda"
         if kv_format == "auto":
             kv_format = native_format(model.dtype) if model else "bf16"
-        check_format(kv_format)
         max_context = max_context or config.max_position_embeddings
         max_step_tokens = max_step_tokens or (2048 if gpu else 512)
         max_batch = min(max_batch or (256 if gpu else 32), max_step_tokens)
@@ -154,7 +157,9 @@ class Engine:
             Paged(pool, prefix_cache) if _choose("kv", kv, paged=True, slots=False) else Slots(pool),
             max_batch, max_step_tokens, max_context, chunked_prefill,
         )
-        self.executor = executor or ModelExecutor(model, kv_format, pool.num_blocks, block_size)
+        if key_transform == "auto":
+            key_transform = Rotation(config.head_dim, model.device) if kv_format == "int4" and model else None
+        self.executor = executor or ModelExecutor(model, kv_format, pool.num_blocks, block_size, key_transform)
         self.clock = clock or WallClock()
         self.records = Records(records)
         self.eos_ids = frozenset(config.eos_token_id) | frozenset(tokenizer.eos_ids if tokenizer else ())
