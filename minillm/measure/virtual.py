@@ -1,0 +1,213 @@
+"""Virtual time: the engine's own scheduler, pool and records, with the forward pass replaced by what it would take.
+
+    memory  = weight bytes / bandwidth + KV bytes / KV bandwidth
+    compute = FLOPs / rate
+    step    = the longer + (1 - overlap) * the shorter + overhead
+
+A GPU hides the shorter behind the longer (overlap 1: the roofline). The cores of a CPU must
+do both in turn (overlap 0), and gather the keys and values of a batch at a fraction of the
+bandwidth at which they read weights. The numbers are effective ones: taken from a data
+sheet, and then an estimate, or fitted to the recorded steps of a real run, and then good for
+other loads of the same model on the same machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import count, pairwise
+
+import torch
+
+from minillm.ladder.continuous import Row, StepPlan
+from minillm.ladder.engine import Engine
+from minillm.ladder.quantized import kv_bytes_per_token
+from minillm.ladder.records import Records, StepRecord
+from minillm.measure.roofline import StepShape, least_work, measure_ceilings, read_numbers
+from minillm.model.config import ModelConfig
+
+GIVEN_TOKENS = 1 << 32  # tokens given in virtual time are numbered from here: none repeats, so none hits a prefix
+
+
+class VirtualClock:
+    """Seconds that pass only when somebody says so."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def wait_until(self, moment: float) -> None:
+        """Jump to a moment, unless it is past."""
+        self.time = max(self.time, moment)
+
+    def advance(self, seconds: float) -> None:
+        self.time += seconds
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """How long a step takes, by its shape. `weight_bytes` are those that a step reads."""
+
+    config: ModelConfig
+    kv_format: str
+    weight_bytes: float
+    bytes_per_s: float
+    kv_bytes_per_s: float
+    flops_per_s: float
+    overhead_s: float
+    overlap: float = 1.0
+
+    def seconds(self, shape: StepShape) -> float:
+        """The duration of one step."""
+        work = least_work(self.config, self.kv_format, shape, self.weight_bytes)
+        memory = self.weight_bytes / self.bytes_per_s + (work.bytes - self.weight_bytes) / self.kv_bytes_per_s
+        compute = work.flops / self.flops_per_s
+        return max(memory, compute) + (1 - self.overlap) * min(memory, compute) + self.overhead_s
+
+    @classmethod
+    def of_device(cls, name: str, config: ModelConfig, kv_format: str = "bf16", weight_bytes: float | None = None):
+        """An estimate from the device's data sheet, or for "cpu" from its measured ceilings.
+
+        weight_bytes: 16 bits a weight if None. ValueError lists the devices.
+        """
+        if name not in (*DEVICES, "cpu"):
+            raise ValueError(f"unknown device {name!r}; known: {', '.join((*DEVICES, 'cpu'))}")
+        weight_bytes = 2 * read_numbers(config) if weight_bytes is None else weight_bytes
+        if name == "cpu":
+            limits = measure_ceilings("cpu", torch.float32)
+            bandwidth, rate, overhead, overlap = limits.bytes_per_s, limits.flops_per_s, 0.0, 0.0
+        else:
+            sheet = DEVICES[name]
+            bandwidth, rate = sheet.gb_per_s * 1e9 * REACHED_BANDWIDTH, sheet.tflops * 1e12 * REACHED_RATE
+            overhead, overlap = GPU_OVERHEAD_S, 1.0
+        return cls(config, kv_format, weight_bytes, bandwidth, bandwidth, rate, overhead, overlap)
+
+
+@dataclass(frozen=True)
+class DataSheet:
+    """What the maker promises: memory, its bandwidth, and dense 16-bit matmul with 32-bit sums."""
+
+    memory_gb: float
+    gb_per_s: float
+    tflops: float
+
+
+DEVICES = {
+    "a100-80gb": DataSheet(80, 2039, 312),  # SXM
+    "h100": DataSheet(80, 3350, 989),  # SXM
+    "h200": DataSheet(141, 4800, 989),
+    "l4": DataSheet(24, 300, 121),
+    "t4": DataSheet(16, 320, 65),
+    "rtx-4090": DataSheet(24, 1008, 165),
+}
+# Of the promised figures, what a large copy reaches (A100 0.83, H200 0.90) and a large product (H200 0.80).
+REACHED_BANDWIDTH, REACHED_RATE = 0.85, 0.8
+GPU_OVERHEAD_S = 1e-3  # scheduling and launches of a step: a guess, which a fit replaces
+
+
+class VirtualExecutor:
+    """Gives each due row a token that occurs nowhere else, once the step's time has passed.
+
+    prompts_received: a prompt's keys and values arrive from elsewhere with the request, so
+    that only the last token of a row is computed, unless the row was preempted and lost them.
+    """
+
+    def __init__(self, cost: CostModel, clock: VirtualClock, prompts_received: bool = False) -> None:
+        self.cost, self.clock, self.prompts_received = cost, clock, prompts_received
+        self.config = replace(cost.config, vocab_size=1 << 62, eos_token_id=())  # room for all tokens given
+        self.next_token = count(GIVEN_TOKENS).__next__
+
+    def run(self, plan: StepPlan) -> list[list[int]]:
+        """One new token for each due row."""
+        rows = ((row.start, len(row.tokens), row.due) for row in plan.rows)
+        if self.prompts_received:
+            rows = (computed_part(row) for row in plan.rows)
+        self.clock.advance(self.cost.seconds(StepShape.of(rows)))
+        return [[self.next_token()] for row in plan.rows if row.due]
+
+
+def computed_part(row: Row) -> tuple[int, int, bool]:
+    """(start, tokens, due) of what must be computed of a row whose prompt was received."""
+    if row.request.num_once_stored:
+        return row.start, len(row.tokens), row.due
+    return row.start + len(row.tokens) - 1, int(row.due or row.idle), row.due
+
+
+def virtual_engine(cost: CostModel, prompts_received: bool = False, **settings) -> Engine:
+    """An engine on a virtual clock of its own; `settings` are the engine's."""
+    clock = VirtualClock()
+    executor = VirtualExecutor(cost, clock, prompts_received)
+    return Engine(None, executor=executor, clock=clock, kv_format=cost.kv_format, **settings)
+
+
+# -- fitting --------------------------------------------------------------------------------------
+
+
+def fit(records: Records, config: ModelConfig, kv_format: str, weight_bytes: float) -> CostModel:
+    """The cost model under which the recorded steps are likeliest.
+
+    The run should hold prompts as well as decodes, at several batch sizes: what it never did
+    cannot be told apart, and stays near a first guess. Minimises the Huber loss of
+    log(predicted / recorded), which a few stalled steps do not bend, then matches the total
+    time of all but the stalled ones. Raises ValueError if fewer steps than numbers were recorded.
+    """
+    shapes, seconds = [shape_of(step) for step in records.steps], torch.tensor(step_seconds(records.steps)).double()
+    if len(shapes) < 5:
+        raise ValueError(f"{len(shapes)} recorded steps cannot settle 5 numbers: run longer, with records='all'")
+    kv_bytes = kv_bytes_per_token(config, kv_format) * torch.tensor([shape.stored for shape in shapes]).double()
+    flops = torch.tensor([least_work(config, kv_format, shape, 0).flops for shape in shapes]).double()
+
+    def predict(parameters: torch.Tensor) -> torch.Tensor:
+        weights, per_kv_byte, per_flop, overhead = parameters[:4].exp()
+        memory, compute, hidden = weights + kv_bytes * per_kv_byte, flops * per_flop, parameters[4].sigmoid()
+        return torch.maximum(memory, compute) + (1 - hidden) * torch.minimum(memory, compute) + overhead
+
+    fastest = seconds.min()
+    guess = torch.stack([fastest, fastest / weight_bytes, (seconds / flops).min(), fastest / 100]).log()
+    guess = torch.cat([guess, guess.new_zeros(1)])
+    parameters = minimise(lambda p: huber((predict(p) / seconds).log()) + FAINT * ((p - guess) ** 2).mean(), guess)
+    usual = seconds < 2 * predict(parameters)
+    scale = float(seconds[usual].sum() / predict(parameters)[usual].sum())
+    weights, per_kv_byte, per_flop, overhead = (parameters[:4].exp() * scale).tolist()
+    speeds = weight_bytes / weights, 1 / per_kv_byte, 1 / per_flop
+    return CostModel(config, kv_format, weight_bytes, *speeds, overhead, overlap=float(parameters[4].sigmoid()))
+
+
+FAINT = 1e-6  # the pull towards the first guess
+
+
+def huber(residuals: torch.Tensor, knee: float = 0.05) -> torch.Tensor:
+    """Squares up to the knee, straight lines beyond: the mean over residuals (Huber, 1964)."""
+    return torch.nn.functional.huber_loss(residuals, torch.zeros_like(residuals), delta=knee)
+
+
+def minimise(loss, start: torch.Tensor) -> torch.Tensor:
+    """The parameters near `start` at which `loss` is lowest, by L-BFGS."""
+    parameters = start.clone().requires_grad_()
+    optimiser = torch.optim.LBFGS([parameters], max_iter=500, tolerance_change=1e-12, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        optimiser.zero_grad()
+        value = loss(parameters)
+        value.backward()
+        return value
+
+    optimiser.step(closure)
+    return parameters.detach()
+
+
+def shape_of(step: StepRecord) -> StepShape:
+    """A recorded step's shape. Records keep no positions: each token is taken to see the rows' mean context."""
+    tokens = step.prompt_tokens + step.decode_tokens + step.recomputed_tokens + step.idle_rows
+    return StepShape(tokens, step.due_rows, step.kv_tokens, tokens * step.kv_tokens // step.rows)
+
+
+def step_seconds(steps: Sequence[StepRecord]) -> list[float]:
+    """Each step's duration, and with it the time until the next one where there was work to go on with."""
+    seconds = []
+    for step, following in pairwise(steps):
+        goes_on = step.waiting or not set(step.members).isdisjoint(following.members)
+        seconds.append(following.start - step.start if goes_on else step.duration)
+    return [*seconds, *(step.duration for step in steps[-1:])]

@@ -1,0 +1,236 @@
+"""Who asks for what, and when: the workloads that the experiments share.
+
+A workload is a list of `WorkItem`s, made from a seed. Its answers have a cap that the engine
+sees (`max_tokens`: what a slot must reserve) and an end that it does not (`stop_after`).
+
+Open loop: requests arrive when they arrive, also while the server stalls. Closed loop: a
+fixed number of clients, each of whom asks again once it has been answered. A stalling
+server looks better under the second, so a figure names its loop.
+"""
+
+from __future__ import annotations
+
+import csv
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+
+from minillm.ladder.engine import Engine
+from minillm.ladder.request import RequestId, SamplingParams
+
+VOCAB = 10_000  # random prompts use ids under this one, which every real model has
+
+
+@dataclass(frozen=True)
+class WorkItem:
+    """One request: seconds after the start, token ids, the visible cap, and the hidden end (None: the cap)."""
+
+    arrival: float
+    prompt_ids: list[int]
+    max_tokens: int
+    stop_after: int | None = None
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that the answer will have."""
+        return self.max_tokens if self.stop_after is None else min(self.max_tokens, self.stop_after)
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(max_tokens=self.max_tokens, stop_after=self.stop_after, ignore_eos=True)
+
+
+def make_workload(name: str, **settings) -> list[WorkItem]:
+    """A workload by name; ValueError lists the names. The settings are those of its function."""
+    if name not in WORKLOADS:
+        raise ValueError(f"unknown workload {name!r}; known: {', '.join(WORKLOADS)}")
+    return WORKLOADS[name](**settings)
+
+
+def play(engine: Engine, items: Sequence[WorkItem], clients: int | None = None) -> list[list[int]]:
+    """Serve a workload to its end; the output ids in the items' order. The figures are in `engine.records`.
+
+    clients: None plays the open loop, at the items' arrival times from now. A number plays
+    the closed loop with so many clients, and ignores the arrival times.
+    """
+    start = engine.clock.now()
+    coming = deque(sorted(range(len(items)), key=lambda i: items[i].arrival))
+    outputs: list[list[int]] = [[] for _ in items]
+    asked: dict[RequestId, int] = {}
+    while coming or engine.has_work:
+        while coming:
+            item = items[coming[0]]
+            arrival = start + item.arrival if clients is None else engine.clock.now()
+            # the open loop queues the next arrival only when it is due, or for an idle engine to wait for
+            if engine.has_work and (arrival > engine.clock.now() if clients is None else len(asked) >= clients):
+                break
+            asked[engine.add(item.prompt_ids, item.params, arrival=arrival)] = coming.popleft()
+        for event in engine.step():
+            outputs[asked[event.request_id]] += event.token_ids
+            if event.finished:
+                del asked[event.request_id]
+    return outputs
+
+
+# -- the workloads --------------------------------------------------------------------------------
+# `scale` shrinks every length, so that a laptop can run what was drawn for a data centre.
+
+
+def yardstick(requests: int = 256, scale: float = 1.0, seed: int = 0) -> list[WorkItem]:
+    """The bench that nano-vllm, its forks and mini-sglang report: 256 at once, 133,966 output tokens."""
+    draw = random.Random(seed)
+    prompts = [[draw.randint(0, 10_000) for _ in range(draw.randint(100, 1024))] for _ in range(requests)]
+    caps = [draw.randint(100, 1024) for _ in range(requests)]
+    return [
+        WorkItem(0.0, ids[: scaled(len(ids), scale)], scaled(cap, scale))
+        for ids, cap in zip(prompts, caps, strict=True)
+    ]
+
+
+def peers(requests: int = 24, scale: float = 1.0, seed: int = 0) -> list[WorkItem]:
+    """What other engines were run on beside this one: prompts of 16 to 95 tokens, lognormal answers of 4 to 128."""
+    draw = np.random.default_rng(seed)
+    prompt_tokens = draw.integers(16, 96, requests)
+    answers = draw.lognormal(np.log(24), 0.9, requests).astype(int).clip(4, 128)
+    return [
+        WorkItem(0.0, draw.integers(10, 49_000, prompt).tolist()[: scaled(prompt, scale)], scaled(answer, scale))
+        for prompt, answer in zip(prompt_tokens, answers, strict=True)
+    ]
+
+
+def chat(requests: int = 256, rate: float = 5.53, scale: float = 1.0, seed: int = 0) -> list[WorkItem]:
+    """Lengths of Azure's conversation trace (2023, CC BY 4.0), Poisson arrivals at `rate` a second."""
+    return from_quantiles(CHAT_PROMPT, CHAT_ANSWER, 1.0, requests, rate, scale, seed)
+
+
+def code(requests: int = 256, rate: float = 2.57, scale: float = 1.0, seed: int = 0) -> list[WorkItem]:
+    """Lengths of Azure's code trace: long prompts, short answers, in bursts (gaps that vary by 13.2 of their mean)."""
+    return from_quantiles(CODE_PROMPT, CODE_ANSWER, 13.2, requests, rate, scale, seed)
+
+
+# Tokens at these percentages of the requests of Azure's LLM inference traces, 2023.
+PERCENTAGES = (1, 10, 25, 50, 75, 90, 95, 99, 100)
+CHAT_PROMPT = (29, 207, 396, 1_020, 1_189, 2_735, 4_083, 4_142, 14_050)
+CHAT_ANSWER = (16, 54, 85, 129, 395, 424, 451, 601, 1_000)
+CODE_PROMPT = (17, 147, 578, 1_469, 2_745, 5_188, 7_303, 7_436, 7_437)
+CODE_ANSWER = (6, 7, 9, 13, 24, 55, 90, 251, 1_899)
+
+
+def from_quantiles(
+    prompts: Sequence[int], answers: Sequence[int], gap_cv: float, requests: int, rate: float, scale: float, seed: int
+) -> list[WorkItem]:
+    """Independent lengths from two tables of quantiles; the cap is the longest answer of the table.
+
+    Gaps are Gamma with the coefficient of variation `gap_cv`: 1 is a Poisson process, more
+    comes in bursts.
+    """
+    draw = np.random.default_rng(seed)
+    gaps = draw.gamma(gap_cv**-2, gap_cv**2 / rate, requests)
+    prompt_tokens, answer_tokens = (at_quantiles(table, draw.random(requests)) for table in (prompts, answers))
+    return [
+        WorkItem(float(arrival), random_ids(draw, prompt, scale), scaled(max(answers), scale), scaled(answer, scale))
+        for arrival, prompt, answer in zip(gaps.cumsum(), prompt_tokens, answer_tokens, strict=True)
+    ]
+
+
+def at_quantiles(table: Sequence[int], shares: np.ndarray) -> np.ndarray:
+    """Lengths at these shares in [0, 1): the table's points, straight lines in log length between, flat below."""
+    return np.exp(np.interp(shares * 100, PERCENTAGES, np.log(table)))
+
+
+def lognormal(
+    cv: float, requests: int = 64, mean_tokens: int = 64, prompt_tokens: int = 32, scale: float = 1.0, seed: int = 0
+) -> list[WorkItem]:
+    """All at once; equal prompts, and answers whose standard deviation is `cv` times their mean.
+
+    The lengths stand at evenly spaced quantiles, in random order, and are spread until this
+    very sample has the mean and the variation asked for: by chance, a small one seldom would.
+    """
+    draw = np.random.default_rng(seed)
+    normal = draw.permutation([NormalDist().inv_cdf((i + 0.5) / requests) for i in range(requests)])
+    low, high = 0.0, 8.0
+    for _ in range(50):  # halve the interval in which the right sigma lies
+        sigma = (low + high) / 2
+        spread = np.exp(sigma * normal)
+        low, high = (sigma, high) if spread.std() < cv * spread.mean() else (low, sigma)
+    lengths = [scaled(length, scale) for length in mean_tokens * spread / spread.mean()]
+    return [WorkItem(0.0, random_ids(draw, prompt_tokens, scale), max(lengths), length) for length in lengths]
+
+
+def articles_static(answers: Sequence[int] = (800, *[40] * 7), scale: float = 1.0, seed: int = 0) -> list[WorkItem]:
+    """One answer of 800 tokens among seven of 40: what a static batch holds. The pair is `answers=(80, 800)`."""
+    draw = np.random.default_rng(seed)
+    cap = scaled(max(answers), scale)
+    return [WorkItem(0.0, random_ids(draw, 16, scale), cap, scaled(answer, scale)) for answer in answers]
+
+
+def worked_example(
+    requests: int = 512, context: int = 4096, answer: int = 300, scale: float = 1.0, seed: int = 0
+) -> list[WorkItem]:
+    """The articles' service: chats that fill a context of 4,096 tokens, 300 of them the answer. All at once."""
+    draw = np.random.default_rng(seed)
+    return [
+        WorkItem(0.0, random_ids(draw, context - answer, scale), scaled(answer, scale)) for _ in range(requests)
+    ]
+
+
+def shared_prefix(
+    requests: int = 64, prefix_tokens: int = 2048, rate: float = 4.0, scale: float = 1.0, seed: int = 0
+) -> list[WorkItem]:
+    """One long system prompt, many short questions behind it; Poisson arrivals at `rate` a second."""
+    draw = np.random.default_rng(seed)
+    arrivals, questions = draw.exponential(1 / rate, requests).cumsum(), draw.integers(16, 65, requests)
+    prefix = random_ids(draw, prefix_tokens, scale)
+    return [
+        WorkItem(float(arrival), prefix + random_ids(draw, question, scale), scaled(64, scale))
+        for arrival, question in zip(arrivals, questions, strict=True)
+    ]
+
+
+def trace(path: str | Path, requests: int | None = None, scale: float = 1.0, seed: int = 0) -> list[WorkItem]:
+    """A CSV file with a header, whose columns are arrival (a date, or seconds), context tokens and generated tokens."""
+    draw = np.random.default_rng(seed)
+    with open(path, newline="") as file:
+        rows = [(_seconds(row[0]), int(row[1]), int(row[2])) for row in list(csv.reader(file))[1:]][:requests]
+    start, cap = rows[0][0], scaled(max(answer for _, _, answer in rows), scale)
+    return [
+        WorkItem(arrival - start, random_ids(draw, prompt, scale), cap, scaled(answer, scale))
+        for arrival, prompt, answer in rows
+    ]
+
+
+def _seconds(moment: str) -> float:
+    """Seconds from a number, or from a date in ISO format."""
+    try:
+        return float(moment)
+    except ValueError:
+        return datetime.fromisoformat(moment).timestamp()
+
+
+def random_ids(draw: np.random.Generator, tokens: float, scale: float) -> list[int]:
+    """A prompt that shares no prefix with another."""
+    return draw.integers(0, VOCAB, scaled(tokens, scale)).tolist()
+
+
+def scaled(tokens: float, scale: float) -> int:
+    """A length, shrunk; at least 1."""
+    return max(1, round(float(tokens) * scale))
+
+
+WORKLOADS = {
+    "yardstick": yardstick,
+    "peers": peers,
+    "chat": chat,
+    "code": code,
+    "lognormal": lognormal,
+    "articles-static": articles_static,
+    "worked-example": worked_example,
+    "shared-prefix": shared_prefix,
+    "trace": trace,
+}

@@ -1,0 +1,157 @@
+"""Workloads: the numbers that others report on, seeds, the two loops, and lengths as asked for."""
+
+import hashlib
+
+import numpy as np
+import pytest
+from tiny import tiny_config
+
+from minillm.ladder.engine import Engine
+from minillm.measure import metrics
+from minillm.measure.virtual import VirtualClock
+from minillm.measure.workload import WORKLOADS, WorkItem, articles_static, at_quantiles, make_workload, play
+
+
+class OneSecondSteps:
+    """Every step takes a second and gives each due row the next number."""
+
+    def __init__(self, clock):
+        self.clock, self.config, self.token = clock, tiny_config(vocab_size=1 << 40), 1 << 20
+
+    def run(self, plan):
+        self.clock.advance(1.0)
+        self.token += len(plan.rows)
+        return [[self.token + i] for i in range(sum(row.due for row in plan.rows))]
+
+
+def engine_on_a_virtual_clock(**settings):
+    clock = VirtualClock()
+    return Engine(None, executor=OneSecondSteps(clock), clock=clock, **settings)
+
+
+def fingerprint(items):
+    return hashlib.sha256(repr([(i.prompt_ids, i.max_tokens) for i in items]).encode()).hexdigest()[:16]
+
+
+def test_yardstick_is_the_published_one():
+    items = make_workload("yardstick")
+    assert len(items) == 256 and sum(item.output_tokens for item in items) == 133_966
+    assert len(items[0].prompt_ids) == 964 and items[0].prompt_ids[:4] == [6_311, 6_890, 663, 4_242]
+
+
+def test_peers_are_the_requests_that_the_other_engines_were_given():
+    items = make_workload("peers")
+    assert sum(item.output_tokens for item in items) == 612
+    assert [len(item.prompt_ids) for item in items[:6]] == [84, 66, 56, 37, 40, 19]
+    assert [item.max_tokens for item in items[:6]] == [4, 19, 7, 12, 14, 18]
+    assert items[0].prompt_ids[:4] == [20_730, 23_811, 35_225, 43_586]
+    assert fingerprint(items) == "d673e1a1e16478a2", "of all ids and lengths that the other engines' script draws"
+
+
+def test_unknown_names_are_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="unknown workload 'chatt'; known: yardstick, peers, chat, code"):
+        make_workload("chatt")
+
+
+@pytest.mark.parametrize("name", sorted(set(WORKLOADS) - {"trace"}))
+def test_every_workload_is_repeatable_and_can_be_shrunk(name):
+    settings = {"cv": 1.0} if name == "lognormal" else {}
+    items, again = make_workload(name, **settings), make_workload(name, **settings)
+    small = make_workload(name, scale=0.1, **settings)
+    assert items == again and len(small) == len(items)
+    if name != "articles-static":
+        assert make_workload(name, requests=3, **settings) != make_workload(name, requests=3, seed=1, **settings)
+    for item, shrunk in zip(items, small, strict=True):
+        assert item.arrival == shrunk.arrival and 1 <= item.output_tokens <= item.max_tokens
+        assert len(shrunk.prompt_ids) == pytest.approx(len(item.prompt_ids) / 10, abs=2.6)
+        assert shrunk.output_tokens == pytest.approx(item.output_tokens / 10, abs=1)
+
+
+def test_chat_has_the_trace_s_lengths_and_poisson_arrivals():
+    items = make_workload("chat", requests=4000, scale=1.0)
+    gaps = np.diff([item.arrival for item in items])
+    answers = [item.output_tokens for item in items]
+    assert np.mean(gaps) == pytest.approx(1 / 5.53, rel=0.05)
+    assert np.std(gaps) / np.mean(gaps) == pytest.approx(1, abs=0.07)
+    assert np.median(answers) == pytest.approx(129, rel=0.06) and np.mean(answers) == pytest.approx(211, rel=0.05)
+    assert {item.max_tokens for item in items} == {1000}, "the cap tells nothing of the answer's length"
+
+
+def test_code_arrives_in_bursts():
+    gaps = np.diff([item.arrival for item in make_workload("code", requests=2000, scale=0.01)])
+    assert np.std(gaps) / np.mean(gaps) > 6
+
+
+def test_quantiles_are_met_exactly_and_no_length_is_invented_below_the_first():
+    table = (10, 20, 30, 40, 50, 60, 70, 80, 90)
+    shares = np.array([0.0, 0.01, 0.5, 0.95, 1.0])
+    assert at_quantiles(table, shares).tolist() == pytest.approx([10, 10, 40, 70, 90])
+
+
+@pytest.mark.parametrize("cv", [0.0, 0.5, 1.0, 2.0])
+def test_lognormal_answers_vary_as_asked(cv):
+    for requests in (16, 200):
+        items = make_workload("lognormal", cv=cv, requests=requests, mean_tokens=200)
+        answers = np.array([item.output_tokens for item in items])
+        assert answers.mean() == pytest.approx(200, rel=0.01)
+        assert answers.std() / answers.mean() == pytest.approx(cv, rel=0.01)
+
+
+def test_shared_prefix_is_shared_to_the_last_token_at_any_scale():
+    for scale in (1.0, 0.1):
+        items = make_workload("shared-prefix", requests=8, scale=scale)
+        prefix = round(2048 * scale)
+        assert len({tuple(item.prompt_ids[:prefix]) for item in items}) == 1
+        assert len({tuple(item.prompt_ids) for item in items}) == 8
+
+
+def test_trace_reads_dates_and_seconds(tmp_path):
+    dates = tmp_path / "dates.csv"
+    dates.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n"
+                     "2023-11-16 18:15:50.9951690,396,109\n")
+    seconds = tmp_path / "seconds.csv"
+    seconds.write_text("arrived_at,num_prefill,num_decode\n100.5,374,44\n104.8145790,396,109\n")
+    for path in (dates, seconds):
+        items = make_workload("trace", path=path)
+        assert [len(item.prompt_ids) for item in items] == [374, 396]
+        assert [(item.stop_after, item.max_tokens) for item in items] == [(44, 109), (109, 109)]
+        assert [item.arrival for item in items] == pytest.approx([0.0, 4.314579])
+    assert len(make_workload("trace", path=dates, requests=1)) == 1
+
+
+def test_articles_pair_and_batch():
+    assert [item.output_tokens for item in make_workload("articles-static")] == [800, *[40] * 7]
+    assert [item.output_tokens for item in articles_static(answers=(80, 800))] == [80, 800]
+
+
+# -- playing them ---------------------------------------------------------------------------------
+
+
+def test_the_open_loop_keeps_arriving_while_the_server_is_busy():
+    engine = engine_on_a_virtual_clock(max_batch=1)
+    engine.clock.advance(100.0)
+    items = [WorkItem(float(i), [i + 1], 4) for i in (2, 0, 1)]  # not in order of arrival
+    outputs = play(engine, items)
+    assert [len(output) for output in outputs] == [4, 4, 4]
+    assert sorted(r.arrival for r in engine.records.requests) == [100, 101, 102]
+    assert metrics.summary(engine.records)["queue_s"]["max"] == 6
+    assert outputs[1][0] < outputs[2][0] < outputs[0][0], "outputs are in the items' order, served in that of arrival"
+
+
+def test_the_open_loop_waits_for_the_next_arrival_when_idle():
+    engine = engine_on_a_virtual_clock()
+    play(engine, [WorkItem(0.0, [1], 1), WorkItem(50.0, [2], 1)])
+    assert [r.first_scheduled for r in engine.records.requests] == [0.0, 50.0]
+
+
+def test_the_closed_loop_keeps_so_many_clients_and_no_more():
+    engine = engine_on_a_virtual_clock(max_batch=8)
+    play(engine, [WorkItem(1000.0 * i, [i + 1], 1 + i % 3) for i in range(9)], clients=3)
+    assert max(step.rows + step.waiting for step in engine.records.steps) == 3
+    assert metrics.summary(engine.records)["queue_s"]["max"] == 0 and engine.clock.now() < 10
+
+
+def test_hidden_ends_and_caps_both_end_an_answer():
+    items = [WorkItem(0.0, [1], 9, stop_after=2), WorkItem(0.0, [2], 3, stop_after=7)]
+    outputs = play(engine_on_a_virtual_clock(), items)
+    assert [len(output) for output in outputs] == [2, 3]
