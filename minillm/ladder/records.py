@@ -53,7 +53,7 @@ class RequestRecord:
     token_times: list[float] = field(default_factory=list)  # of each output token: when its step ended
     finish: float | None = None
     finish_reason: str | None = None
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache when first admitted
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache, computed by others
     recovered_tokens: int = 0  # its own, found again in the cache after a preemption
     preemptions: int = 0
 
@@ -130,11 +130,12 @@ class Records:
         for request in plan.admitted:
             record = self.live[request.id]
             if record.first_scheduled is None:
-                record.first_scheduled, record.cached_tokens = now, request.num_kv
-                self.totals["cached_tokens"] += request.num_kv
-            else:
-                record.recovered_tokens += request.num_kv
-                self.totals["recovered_tokens"] += request.num_kv
+                record.first_scheduled = now
+            recovered = min(request.num_kv, request.num_once_stored)  # the rest was computed by others
+            record.recovered_tokens += recovered
+            record.cached_tokens += request.num_kv - recovered
+            self.totals["recovered_tokens"] += recovered
+            self.totals["cached_tokens"] += request.num_kv - recovered
         return {"start": now, **step_counts(plan, scheduler)}
 
     def committed(self, counts: dict, end: float, news: list[tuple[Request, list[int]]]) -> None:
@@ -180,17 +181,18 @@ class Records:
     def _trace_events(self) -> Iterator[dict]:
         """Complete events ("X"), times in microseconds: steps on line 0, each request on a line of its own."""
 
-        def event(name: str, line: int, start: float, end: float, **details) -> dict:
+        def event(name: str, line: int, start: float, end: float, details: dict) -> dict:
             micro = {"ts": start * 1e6, "dur": (end - start) * 1e6}
             return {"name": name, "ph": "X", "pid": 0, "tid": line, **micro, "args": details}
 
         for step in self.steps:
-            yield event("step", 0, step.start, step.start + step.duration, **asdict(step))
+            yield event("step", 0, step.start, step.start + step.duration, asdict(step))
         for line, r in enumerate(sorted(self.requests, key=lambda r: r.arrival), start=1):
             marks = [("waiting", r.arrival), ("prefill", r.first_scheduled), ("decode", r.first_token), ("", r.finish)]
             marks = [(name, at) for name, at in marks if at is not None]
+            details = {"request": str(r.request_id), "output_tokens": r.output_tokens}
             for (name, start), (_, end) in pairwise(marks):
-                yield event(name, line, start, end, request=str(r.request_id), output_tokens=r.output_tokens)
+                yield event(name, line, start, end, details)
 
 
 COUNTED = ("rows", "idle_rows", "due_rows", "prompt_tokens", "decode_tokens", "recomputed_tokens", "output_tokens",
