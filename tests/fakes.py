@@ -12,13 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
+from hypothesis import settings
+from hypothesis import strategies as st
 from serving import MOST_STEPS, ManualClock
 from tiny import tiny_config
 
 from minillm.ladder.continuous import Row, StepPlan
 from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import kv_bytes_per_token
-from minillm.ladder.request import Request, RequestId, TokenEvent
+from minillm.ladder.request import Request, RequestId, SamplingParams, TokenEvent
 
 VOCABULARY = 97
 BLOCK_SIZE = 4
@@ -159,3 +161,23 @@ def outputs(events: Iterator[list[TokenEvent]] | list[list[TokenEvent]]) -> dict
         ended |= {event.request_id} if event.finished else set()
         tokens.setdefault(event.request_id, []).extend(event.token_ids)
     return tokens
+
+
+on_random_workloads = settings(max_examples=150, deadline=None, derandomize=True)
+
+
+@st.composite
+def busy_engines(draw, chunked: bool | None = None) -> Engine:
+    """An engine with requests that share prefixes, arrive over time, and together need more memory than there is."""
+    budget = draw(st.integers(4, 20))
+    chunked = draw(st.booleans()) if chunked is None else chunked
+    engine = fake_engine(
+        blocks=draw(st.integers(7, 14)), max_step_tokens=budget, max_batch=draw(st.integers(1, 6)),
+        batching=draw(st.sampled_from(["continuous", "static"])), kv=draw(st.sampled_from(["paged", "slots"])),
+        chunked_prefill=chunked, prefix_cache=draw(st.booleans()),
+    )
+    for number in range(draw(st.integers(1, 8))):
+        length = draw(st.integers(1, 16 if chunked else min(16, budget)))
+        asked = SamplingParams(draw(st.integers(1, 12)), stop_after=draw(st.none() | st.integers(1, 12)))
+        engine.add([draw(st.integers(0, 2))] * length, asked, number, arrival=float(draw(st.integers(1, 12))))
+    return engine

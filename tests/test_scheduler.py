@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from fakes import expected_output, fake_engine, outputs, steps
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from fakes import busy_engines, expected_output, fake_engine, on_random_workloads, outputs, steps
+from hypothesis import given
 
 from minillm.ladder.continuous import StepPlan
 from minillm.ladder.engine import Engine
@@ -325,26 +324,6 @@ def test_planning_never_looks_at_the_hidden_end(batching, kv):
 
 
 # -- bounds, on random workloads ------------------------------------------------------------------
-
-
-@st.composite
-def busy_engines(draw, chunked: bool | None = None) -> Engine:
-    """An engine with requests that share prefixes, arrive over time, and together need more memory than there is."""
-    budget = draw(st.integers(4, 20))
-    chunked = draw(st.booleans()) if chunked is None else chunked
-    engine = fake_engine(
-        blocks=draw(st.integers(7, 14)), max_step_tokens=budget, max_batch=draw(st.integers(1, 6)),
-        batching=draw(st.sampled_from(["continuous", "static"])), kv=draw(st.sampled_from(["paged", "slots"])),
-        chunked_prefill=chunked, prefix_cache=draw(st.booleans()),
-    )
-    for number in range(draw(st.integers(1, 8))):
-        length = draw(st.integers(1, 16 if chunked else min(16, budget)))
-        asked = params(draw(st.integers(1, 12)), stop_after=draw(st.none() | st.integers(1, 12)))
-        engine.add([draw(st.integers(0, 2))] * length, asked, number, arrival=float(draw(st.integers(1, 12))))
-    return engine
-
-
-on_random_workloads = settings(max_examples=150, deadline=None, derandomize=True)
 
 
 @on_random_workloads
