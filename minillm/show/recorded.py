@@ -1,0 +1,32 @@
+"""The committed measurements of an experiment, as text to stand beside what was measured just now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from minillm.measure.measurement import Measurement
+from minillm.show.tables import text_table
+
+FROM_NOTEBOOKS = Path("measurements")  # a notebook runs in its own folder
+
+
+def recorded(experiment: str, columns: Mapping[str, str], root: Path = FROM_NOTEBOOKS) -> str:
+    """A table for each device on which `experiment` was recorded; a line that says so where no GPU was among them."""
+    runs = [
+        Measurement.load(file.parent.name, experiment, root) for file in sorted(Path(root).glob(f"*/{experiment}.json"))
+    ]
+    parts = [f"{heading(run)}\n{text_table(run.rows, columns)}" for run in runs]
+    if not any(on_gpu(run) for run in runs):
+        parts.append(f"No GPU run of {experiment!r} is recorded yet, so none is shown.")
+    return "\n\n".join(parts)
+
+
+def heading(run: Measurement) -> str:
+    """Where and when a measurement was made."""
+    p = run.provenance
+    return f"{p.device}, {p.model} in {p.dtype}, torch {p.torch}, {p.date[:10]}, commit {p.commit[:10]}"
+
+
+def on_gpu(run: Measurement) -> bool:
+    return "CUDA" in run.provenance.driver
