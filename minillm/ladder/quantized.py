@@ -27,11 +27,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from minillm.model.codes import fp8_decode, fp8_encode, int4_decode, int4_encode, int8_decode, int8_encode
 from minillm.model.config import ModelConfig
 
 NATIVE_FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SMALLEST_SCALE = 2.0**-24  # the smallest fp16 above 0: a scale below it would be stored as 0, and divide to NaN
-LARGEST_SCALE = 65504.0
 INT4_GROUP = 32
 
 
@@ -160,49 +159,6 @@ class Int4Store:
         return int4_decode(*(store[layer].index_select(0, slots) for store in (self.codes, self.scales, self.minima)))
 
 
-STORES: dict[str, type] = {
-    **dict.fromkeys(NATIVE_FORMATS, NativeStore),
-    "int8": ScaledStore,
-    "fp8": ScaledStore,
-    "int4": Int4Store,
-}
-
-
-# -- codes ----------------------------------------------------------------------------------------
-# Rounding happens against the scale as it is stored, so that what is read is the nearest there is.
-
-
-def stored_scale(scale: Tensor) -> Tensor:
-    """A positive scale as fp16 keeps it: never 0, never infinite."""
-    return scale.clamp(SMALLEST_SCALE, LARGEST_SCALE).half()
-
-
-def int8_encode(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., D] -> codes, the bits of int8 [..., D], and scales [...]."""
-    x = x.float()
-    scales = stored_scale(x.abs().amax(-1) / 127)
-    codes = (x / scales[..., None].float()).round().clamp(-127, 127)  # the stored scale may be a little small
-    return codes.to(torch.int8).view(torch.uint8), scales
-
-
-def int8_decode(codes: Tensor, scales: Tensor) -> Tensor:
-    """The inverse, in fp32."""
-    return codes.view(torch.int8).float().mul_(scales[..., None])
-
-
-def fp8_encode(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., D] -> codes, the bits of e4m3 [..., D], and scales [...]."""
-    x = x.float()
-    scales = stored_scale(x.abs().amax(-1) / 448)
-    codes = (x / scales[..., None].float()).clamp(-448, 448)  # e4m3 has no infinity: beyond 448 it is NaN
-    return codes.to(torch.float8_e4m3fn).view(torch.uint8), scales
-
-
-def fp8_decode(codes: Tensor, scales: Tensor) -> Tensor:
-    """The inverse, in fp32."""
-    return codes.view(torch.float8_e4m3fn).float().mul_(scales[..., None])
-
-
 def int4_group(head_dim: int) -> int:
     """Numbers that share a scale: the largest even divisor of head_dim up to 32; ValueError if there is none."""
     sizes = [size for size in range(2, INT4_GROUP + 1, 2) if head_dim % size == 0]
@@ -211,21 +167,12 @@ def int4_group(head_dim: int) -> int:
     return sizes[-1]
 
 
-def int4_encode(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x [..., D] -> codes [..., D / 2], scales and minima [..., D / group]. Number 2i is in the low half of byte i."""
-    x = x.float().unflatten(-1, (-1, group))  # [..., D / group, group]
-    minima = x.amin(-1).clamp(-LARGEST_SCALE, LARGEST_SCALE).half()
-    scales = stored_scale((x.amax(-1) - minima.float()) / 15)
-    steps = (x - minima[..., None].float()) / scales[..., None].float()
-    codes = steps.round().clamp(0, 15).to(torch.uint8).flatten(-2)  # [..., D]
-    return codes[..., 0::2] | codes[..., 1::2] << 4, scales, minima
-
-
-def int4_decode(codes: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
-    """The inverse, in fp32."""
-    codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)  # [..., D]
-    steps = codes.unflatten(-1, (scales.shape[-1], -1)).float()  # [..., D / group, group]
-    return torch.addcmul(minima[..., None].float(), steps, scales[..., None].float()).flatten(-2)
+STORES: dict[str, type] = {
+    **dict.fromkeys(NATIVE_FORMATS, NativeStore),
+    "int8": ScaledStore,
+    "fp8": ScaledStore,
+    "int4": Int4Store,
+}
 
 
 # -- keys made even -------------------------------------------------------------------------------
