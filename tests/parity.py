@@ -124,6 +124,7 @@ def hf_config(shape: str, family: str, **fields) -> transformers.PreTrainedConfi
     """transformers' config of a tiny model. No token ends a text, unless `fields` name one."""
     common = dict(
         vocab_size=97, intermediate_size=128, num_hidden_layers=2, max_position_embeddings=16_384,
+        rms_norm_eps=1e-3,  # nobody's default, so that a default in its place shows
         sliding_window=None, bos_token_id=None, eos_token_id=None,
     )
     return FAMILIES[family].config_class(**{**common, **SHAPES[shape], **fields})

@@ -34,6 +34,11 @@ def make_engine(model: Llama, blocks: int = 64, block_size: int = 4, kv_format: 
     return Engine(model, kv_memory=memory, block_size=block_size, kv_format=kv_format, **settings)
 
 
+def numbers(storage) -> tuple[Tensor, Tensor]:
+    """The keys and the values of a native format as they lie in memory, each [L, slots, Hkv, D]."""
+    return storage.keys.numbers, storage.values.numbers
+
+
 def serve(
     engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[list[int]]:

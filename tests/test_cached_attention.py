@@ -11,12 +11,12 @@ import itertools
 import pytest
 import torch
 from parity import logits_of, random_ids, twins
-from serving import Watch, make_engine, run_to_end, serve
+from serving import Watch, make_engine, numbers, run_to_end, serve
 
 from minillm.ladder import attention
 from minillm.ladder.attention import SHORT_ROW, RowSpan, StepAttention
 from minillm.ladder.decode import SequenceCache
-from minillm.ladder.quantized import NativeStorage
+from minillm.ladder.quantized import KVStorage
 from minillm.ladder.request import SamplingParams
 from minillm.model.config import ModelConfig
 
@@ -26,19 +26,23 @@ NAN = float("nan")
 CHUNKS = (4096, 7, 3)  # of a context: all at once, and in several parts, with and without a rest
 
 
-def storage_and_tables(config: ModelConfig, tokens: list[int], filling: float) -> tuple[NativeStorage, list[list[int]]]:
+def storage_and_tables(config: ModelConfig, tokens: list[int], filling: float) -> tuple[KVStorage, list[list[int]]]:
     """A store full of `filling`, its scratch slot last; a block table for so many tokens each, in scattered blocks."""
     needs = [-(-n // BLOCK) for n in tokens]
     blocks = torch.randperm(sum(needs) + 3, generator=torch.Generator().manual_seed(0)).tolist()
-    storage = NativeStorage(config, "fp32", len(blocks) * BLOCK + 1, torch.device("cpu"))
-    storage.keys.fill_(filling)
-    storage.values.fill_(filling)
+    storage = KVStorage(config, "fp32", len(blocks) * BLOCK + 1)
+    fill(storage, filling)
     free = iter(blocks)
     return storage, [list(itertools.islice(free, need)) for need in needs]
 
 
-def step_attention(storage: NativeStorage, spans: list[RowSpan], config: ModelConfig) -> StepAttention:
-    scratch = storage.keys.shape[1] - 1
+def fill(storage: KVStorage, filling: float) -> None:
+    for tensor in numbers(storage):
+        tensor.fill_(filling)
+
+
+def step_attention(storage: KVStorage, spans: list[RowSpan], config: ModelConfig) -> StepAttention:
+    scratch = numbers(storage)[0].shape[1] - 1
     return StepAttention(storage, spans, BLOCK, scratch, config.query_group, torch.float32)
 
 
@@ -63,6 +67,7 @@ STEPS = {  # the rows of a step: (tokens stored before, new tokens)
     "a first token": [(0, 1)],
     "one decode": [(5, 1)],
     "decodes at a block's last, first and second place": [(3, 1), (4, 1), (5, 1)],
+    "decodes, the longest first": [(9, 1), (2, 1), (5, 1)],
     "decodes far apart": [(200, 1), (2, 1), (70, 1)],
     "a prompt": [(0, 9)],
     "a chunk": [(6, 5)],
@@ -85,24 +90,25 @@ def test_each_row_sees_its_own_past_and_nothing_else(rows, shape, chunk, monkeyp
     make = torch.Generator().manual_seed(1)
     heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     storage, tables = storage_and_tables(config, [start + count for start, count in rows], NAN)
+    keys, values = numbers(storage)
     layer, wanted, flat = 1, [], []
     for (start, count), table in zip(rows, tables, strict=True):
         k, v = torch.randn(2, start + count, kv_heads, head_dim, generator=make)
         q = torch.randn(count, heads, head_dim, generator=make)
         past = slots_of(table, range(start))
-        storage.keys[layer, past], storage.values[layer, past] = k[:start], v[:start]
+        keys[layer, past], values[layer, past] = k[:start], v[:start]
         wanted += [attend_by_hand(q[i], k[: start + i + 1], v[: start + i + 1]) for i in range(count)]
         flat.append((q, k[start:], v[start:]))
-    before = storage.keys.clone()
+    before = keys.clone()
     spans = [RowSpan(start, count, table) for (start, count), table in zip(rows, tables, strict=True)]
     step = step_attention(storage, spans, config)
     q, k, v = (torch.cat(parts) for parts in zip(*flat, strict=True))
     torch.testing.assert_close(step.attend(layer, q, k, v), torch.stack(wanted), **CLOSE)
 
     new = [slot for span in spans for slot in slots_of(span.block_table, range(span.start, span.start + span.count))]
-    assert torch.equal(storage.keys[layer, new], k) and torch.equal(storage.values[layer, new], v)
+    assert torch.equal(keys[layer, new], k) and torch.equal(values[layer, new], v)
     before[layer, new] = k
-    assert torch.equal(storage.keys.nan_to_num(9e9), before.nan_to_num(9e9)), "a slot that is nobody's was written"
+    assert torch.equal(keys.nan_to_num(9e9), before.nan_to_num(9e9)), "a slot that is nobody's was written"
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -125,17 +131,18 @@ def test_positions_of_a_step_are_those_of_its_rows():
 def test_a_row_that_does_not_store_reads_what_it_had_and_writes_to_scratch():
     config = twins("t8-2").ours.config
     storage, (idle, busy) = storage_and_tables(config, [6, 6], NAN)
+    keys, values = numbers(storage)
     make = torch.Generator().manual_seed(2)
     past_k, past_v = torch.randn(2, 6, 2, 8, generator=make)
     for table in (idle, busy):
         slots = slots_of(table, range(6))
-        storage.keys[0, slots], storage.values[0, slots] = past_k, past_v
-    before = storage.keys.clone(), storage.values.clone()
+        keys[0, slots], values[0, slots] = past_k, past_v
+    before = keys.clone()
     q, (k, v) = torch.randn(2, 8, 8, generator=make), torch.randn(2, 2, 2, 8, generator=make)
     step = step_attention(storage, [RowSpan(5, 1, idle, stores=False), RowSpan(5, 1, busy)], config)
     out = step.attend(0, q, k, v)
     torch.testing.assert_close(out[0], attend_by_hand(q[0], past_k, past_v), **CLOSE)
-    changed = (storage.keys != before[0]) & ~(storage.keys.isnan() & before[0].isnan())
+    changed = (keys != before) & ~(keys.isnan() & before.isnan())
     assert sorted(set(changed.nonzero()[:, 1].tolist())) == sorted((*slots_of(busy, range(5, 6)), len(changed[0]) - 1))
 
 
@@ -188,10 +195,10 @@ def test_pieces_on_the_paged_store_are_the_whole(split, shape, filling, chunk, m
             logits.append(model.forward(tokens, step.positions, step)[3:])
         start, moved = start + count, moved + 3
     torch.testing.assert_close(torch.cat(logits), logits_of(model, TEXT), **CLOSE)
-    for layer, (keys, values) in enumerate(their_cache(shape)):
-        slots = slots_of(table, range(10))
-        torch.testing.assert_close(storage.keys[layer, slots], keys, **CLOSE)
-        torch.testing.assert_close(storage.values[layer, slots], values, **CLOSE)
+    slots = slots_of(table, range(10))
+    for layer, theirs in enumerate(their_cache(shape)):
+        for stored, wanted in zip(numbers(storage), theirs, strict=True):
+            torch.testing.assert_close(stored[layer, slots], wanted, **CLOSE)
 
 
 # -- in the engine ------------------------------------------------------------------------------
@@ -209,8 +216,7 @@ def test_a_dirty_pool_gives_the_very_logits_of_a_clean_one(batching, kv, chunk, 
     model, seen = twins("t-wide").ours, []
     for filling in (0.0, NAN):
         engine = make_engine(model, batching=batching, kv=kv, max_batch=3, max_step_tokens=21)
-        engine.executor.storage.keys.fill_(filling)
-        engine.executor.storage.values.fill_(filling)
+        fill(engine.executor.storage, filling)
         with monkeypatch.context() as patch:
             watch = Watch(patch, model)
             serve(engine, PROMPTS, MOST)
@@ -233,13 +239,13 @@ def test_a_step_writes_the_slots_of_its_new_tokens_and_no_other(batching, kv, pr
 
     def checked_run(plan):
         nonlocal idle_rows, shared_blocks
-        before = storage.keys.clone(), storage.values.clone()
+        before = [tensor.clone() for tensor in numbers(storage)]
         expected = set()
         for row in plan.rows:
             if not row.idle:
                 expected |= set(slots_of(row.request.block_table, range(row.start, row.start + len(row.tokens))))
         outputs = run(plan)
-        for old, new in zip(before, (storage.keys, storage.values), strict=True):
+        for old, new in zip(before, numbers(storage), strict=True):
             written = {slot for _, slot in (old != new).any(-1).any(-1).nonzero().tolist()}
             assert written - {engine.executor.scratch_slot} == expected
         idle_rows += sum(row.idle for row in plan.rows)

@@ -229,6 +229,21 @@ def test_a_known_prompt_skips_whole_blocks_but_its_last_token(length, hit, durin
     assert [len(tokens) for tokens in fed[second]] == [length - hit, *[1] * 5], "the hit did not skip its work"
 
 
+@pytest.mark.parametrize(
+    "prompt, then", [(random_ids(11, seed=41), 0), (random_ids(7, seed=42), 2)], ids=["mid-prompt", "mid-output"]
+)
+def test_a_block_that_was_never_filled_is_not_shared(prompt, then):
+    """Its tokens are known, but not all stored: by mistake indexed, it would be found after an abort."""
+    engine = make_engine(twins("t8-2").ours, max_step_tokens=7)
+    first = engine.add(prompt, SamplingParams(max_tokens=6))
+    engine.step()  # 7 tokens stored: a block and three quarters of the next
+    engine.abort(first)
+    prompt = prompt + reference("t8-2", tuple(prompt)).tokens[:then]
+    texts = serve(engine, [prompt], SamplingParams(max_tokens=6))
+    assert_parity("t8-2", [prompt], [6], texts)
+    assert engine.records.totals["cached_tokens"] == 4
+
+
 # -- what does not depend on company ------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import platform
 from dataclasses import replace
 
 import pytest
@@ -305,6 +306,15 @@ def linear_layers(model: Llama) -> list:
 def test_fp32_layers_are_packed_wherever_packing_works_and_plain_where_they_are_told_to_be():
     kinds = {packed: {type(layer) for layer in linear_layers(twins(packed=packed).ours)} for packed in ("auto", False)}
     assert kinds == {"auto": {PackedLinear if can_pack() else Linear}, False: {Linear}}
+
+
+@pytest.mark.skipif(
+    platform.machine().lower() not in ("x86_64", "amd64") or not torch.backends.mkldnn.is_available(),
+    reason="oneDNN packs on x86 only",
+)
+def test_packing_works_on_x86():
+    """`can_pack` turns to the plain path on any disagreement; where it ought to work, that must not go unnoticed."""
+    assert can_pack()
 
 
 def test_without_packing_auto_is_the_plain_path_and_insisting_is_refused(monkeypatch):

@@ -17,7 +17,7 @@ from toy_files import interleaved
 from minillm.ladder import attention
 from minillm.ladder.attention import StepAttention
 from minillm.ladder.decode import SequenceCache, decode_cached
-from minillm.ladder.quantized import NativeStorage
+from minillm.ladder.quantized import KVStorage
 from minillm.ladder.request import SamplingParams
 from minillm.model.gguf_file import unpermute
 from minillm.model.llama import Llama, inverse_frequencies
@@ -89,7 +89,7 @@ def the_mask_is_left_out_where_something_was_stored_before(patch, model: Llama) 
 
 
 def the_first_key_of_a_chunk_is_not_stored(patch, model: Llama) -> None:
-    write, attend = NativeStorage.write, SequenceCache.attend
+    write, attend = KVStorage.write, SequenceCache.attend
 
     def skipping_write(storage, layer, slots, k, v):
         write(storage, layer, slots[1:], k[1:], v[1:])
@@ -97,7 +97,7 @@ def the_first_key_of_a_chunk_is_not_stored(patch, model: Llama) -> None:
     def skipping_attend(cache, layer, q, k, v):
         return attend(cache, layer, q, torch.cat((0 * k[:1], k[1:])), torch.cat((0 * v[:1], v[1:])))
 
-    patch.setattr(NativeStorage, "write", skipping_write)
+    patch.setattr(KVStorage, "write", skipping_write)
     patch.setattr(SequenceCache, "attend", skipping_attend)
 
 
