@@ -67,6 +67,7 @@ class FakeExecutor:
     def run(self, plan: StepPlan) -> list[list[int]]:
         self.plan = plan
         assert plan.rows, "a step without rows: nobody gets on"
+        assert all(row.start >= 0 and row.tokens for row in plan.rows), "a row that feeds nothing, or from nowhere"
         storing = [row for row in plan.rows if not row.idle]
         error, self.error = self.error, None
         for row in storing[: len(storing) // 2] if error else storing:

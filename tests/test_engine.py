@@ -216,6 +216,23 @@ def test_arrivals_join_in_the_order_of_their_time_not_of_the_calls():
     assert [event.request_id for step in steps(engine) for event in step] == ["a", "b", "c", "d"]
 
 
+def test_an_abort_among_arrivals_leaves_the_others_in_their_order():
+    engine = fake_engine(max_batch=1)
+    for moment in (1, 5, 2, 6, 3, 4):
+        engine.add([1], params(1), moment, float(moment))
+    engine.abort(1)
+    assert [event.request_id for step in steps(engine) for event in step] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_end_of_an_abort_does_not_wait_for_the_next_arrival():
+    engine = fake_engine()
+    engine.add([1], request_id="a")
+    engine.add([1], arrival=50.0)
+    engine.abort("a")
+    assert [event.finish_reason for event in engine.step()] == ["abort"]
+    assert engine.clock.now() == 0
+
+
 def test_an_unseeded_request_draws_by_its_place_in_line_not_by_when_the_others_arrive():
     """On the wall clock an arrival of "now" may be past or future: that must not move the seeds behind it."""
     drawn = []

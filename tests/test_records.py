@@ -141,6 +141,9 @@ def test_the_work_of_an_aborted_request_is_counted():
     assert tokens == expected_output((1, 2, 3), 4)
     assert engine.records.totals["output_tokens"] == record.output_tokens == 4
     assert (engine.records.totals["finished_abort"], record.finish_reason) == (1, "abort")
+    assert {name: histogram.n for name, histogram in engine.records.histograms.items()} == {
+        "queue": 1, "ttft": 0, "itl": 0, "latency": 0,  # its times would flatter or spoil those of whole answers
+    }
 
 
 # -- times ----------------------------------------------------------------------------------------

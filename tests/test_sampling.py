@@ -48,6 +48,11 @@ def test_a_row_has_the_same_probabilities_alone_and_beside_others():
         assert torch.equal(together[row], probabilities(logits[row : row + 1], params[row : row + 1])[0])
 
 
+def test_no_logit_is_too_large_for_a_low_temperature():
+    logits = torch.tensor([[3e38, 1e38, -3e38, BANNED]])
+    assert probabilities(logits, [sampled(temperature=1e-5)]).tolist() == [[1, 0, 0, 0]]
+
+
 @pytest.mark.parametrize(("temperature", "is_greedy"), [(0, True), (GREEDY_BELOW / 2, True), (GREEDY_BELOW, False)])
 def test_what_counts_as_greedy(temperature, is_greedy):
     assert SamplingParams(temperature=temperature).greedy == is_greedy
@@ -158,6 +163,12 @@ def test_draw_at_both_ends_of_unrounded_probabilities():
     for u in (0.0, HIGHEST_U):
         ids = draw(p, torch.full((200,), u, dtype=torch.float64))
         assert (p[torch.arange(200), ids] > 0).all()
+
+
+def test_a_rare_token_behind_a_likely_one_can_be_drawn():
+    """In fp32, 0.5 + 2e-9 is 0.5, and the token would not exist."""
+    p = torch.tensor([[0.5, 2e-9, 0.5]])
+    assert draw(p, torch.tensor([0.5 + 2**-31], dtype=torch.float64)).tolist() == [1]
 
 
 def test_the_highest_hash_does_not_round_to_1(monkeypatch):

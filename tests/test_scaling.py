@@ -6,6 +6,7 @@ in C is not counted, so the queue also refuses to be walked.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -28,11 +29,13 @@ def instructions(work: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # others may have Python code run at a collection, which comes when it likes
     sys.settrace(trace)
     try:
         work()
     finally:
         sys.settrace(before)
+        gc.enable()
     return counted
 
 

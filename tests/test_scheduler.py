@@ -150,6 +150,27 @@ def test_a_resumed_request_longer_than_a_step_still_comes_back(chunked_prefill):
     assert engine.records.totals["preempted"] > 0
 
 
+def test_a_returning_request_finds_its_own_output_again_as_well():
+    engine = fake_engine(blocks=7)
+    for first in (10, 20):
+        engine.add([first, 1, 2, 3], params(12), first)
+    list(steps(engine))
+    assert engine.records.totals["preempted"] == 1
+    assert (engine.records.totals["recovered_tokens"], engine.records.totals["recomputed_tokens"]) == (12, 0)
+
+
+def test_a_victim_that_had_a_row_in_the_plan_already_loses_it():
+    """An accepted run needs two blocks at once, which the younger row, planned before it, has to give."""
+    engine = fake_engine(blocks=3, prefix_cache=False, say=lambda r: [1] * (6 if r.id == "run" else 1))
+    engine.add([1, 2, 3], params(9), "run")
+    engine.add([4, 5, 6], params(5), "single")
+    seen = list(watched(engine))
+    assert [request.id for request in seen[1].plan.preempted] == ["single"]
+    assert [row.request.id for row in seen[1].plan.rows] == ["run"]
+    assert seen[1].plan.budget == engine.scheduler.max_step_tokens - 6
+    assert {name: len(tokens) for name, tokens in outputs([s.events for s in seen]).items()} == {"run": 9, "single": 5}
+
+
 # -- no phase starves another ---------------------------------------------------------------------
 
 
@@ -175,6 +196,14 @@ def test_a_prompt_gets_on_beside_a_full_batch_of_decodes():
     engine.add([50] * 20, params(1), "prompt")
     fed = [step.tokens_fed.get("prompt") for step in watched(engine)]
     assert len(first) == 8 and fed[:20] == [1] * 20  # the ninth token of each step
+
+
+def test_who_cannot_feed_a_token_yet_does_not_take_a_row_or_memory():
+    engine = fake_engine(max_step_tokens=4)
+    engine.add([1] * 10, params(1), "a")
+    engine.add([2] * 3, params(1), "b")
+    joined = [[request.id for request in step.plan.admitted] for step in watched(engine)]
+    assert joined == [["a"], [], ["b"], []]  # "a" leaves two tokens of the third step
 
 
 def test_prompts_that_fill_the_pool_together_all_end():
@@ -267,15 +296,16 @@ def test_idle_slot_steps_of_a_static_batch(lengths, kv, hidden):
 
 @pytest.mark.parametrize("kv", ["paged", "slots"])
 def test_nobody_joins_a_static_batch_and_nobody_leaves_before_its_end(kv):
-    engine = fake_engine(batching="static", kv=kv, max_batch=3)
-    for name, length in [("a", 2), ("b", 6), ("c", 4), ("d", 3)]:
+    engine = fake_engine(batching="static", kv=kv, max_batch=4)
+    for name, length in [("a", 2), ("b", 6), ("c", 4)]:
         engine.add([1, 2, 3], params(length), name)
+    engine.add([1, 2, 3], params(3), "d", arrival=0.5)
     engine.add([4], params(2), "e", arrival=2.5)
     members, live = [], []
     for step in watched(engine):
         members.append("".join(row.request.id for row in step.plan.rows))
         live.append(engine.stats().blocks_live)
-    assert members == ["abc"] * 6 + ["de"] * 3
+    assert members == ["abc"] * 6 + ["de"] * 3  # though a fourth row was to be had all the time
     assert live[5] == 0 and all(live[:5]), "the memory of a static batch comes back at its end, all at once"
     finished = {record.request_id: record.finish for record in engine.records.requests}
     assert finished == {"a": 2, "c": 4, "b": 6, "e": 8, "d": 9}  # but its answers come when they are ready
@@ -363,6 +393,7 @@ def test_every_step_gets_on_within_its_budget(engine):
 @on_random_workloads
 @given(busy_engines())
 def test_the_youngest_is_sent_away_and_never_the_oldest(engine):
+    just_joined = []
     for step in watched(engine):
         victims = step.plan.preempted
         stayed = [request for request in step.running if request not in victims]
@@ -370,6 +401,8 @@ def test_the_youngest_is_sent_away_and_never_the_oldest(engine):
         assert not step.running or step.running[0] not in victims
         assert [victim.order for victim in victims] == sorted((v.order for v in victims), reverse=True)
         assert not (victims and step.plan.admitted), "somebody joined in the step in which another was sent away"
+        assert not (victims and just_joined), "somebody joined for whom there was no room a step later"
+        just_joined = step.plan.admitted
 
 
 @on_random_workloads
