@@ -222,8 +222,7 @@ class Engine:
         it). If the forward raises, the step is undone, every request stays as it was, and
         the exception goes on to the caller.
         """
-        if self.scheduler.has_work or not self._kept:
-            self._advance()
+        self._advance()
         events, self._kept = self._kept, []
         return events
 
