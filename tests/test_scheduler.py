@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import pytest
 from fakes import busy_engines, expected_output, fake_engine, on_random_workloads, outputs, steps
 from hypothesis import given
+from tiny import tiny_model
 
 from minillm.ladder.continuous import StepPlan
+from minillm.ladder.decode import decode_cached, decode_recomputing
 from minillm.ladder.engine import Engine
 from minillm.ladder.request import Request, RequestError, SamplingParams, TokenEvent
 
@@ -92,6 +94,13 @@ def test_what_just_fits_is_not_refused(prompt, max_tokens, settings):
 def test_an_empty_prompt_is_refused():
     with pytest.raises(RequestError, match="empty"):
         fake_engine().add([])
+
+
+@pytest.mark.parametrize("decode", [decode_recomputing, decode_cached])
+def test_the_plain_loops_know_the_edges_too(decode):
+    with pytest.raises(RequestError, match="empty"):
+        next(decode(tiny_model(), [], 3))
+    assert [len(list(decode(tiny_model(), [1], n))) for n in (0, 1, 2)] == [0, 1, 2]
 
 
 # -- preempted and resumed ------------------------------------------------------------------------

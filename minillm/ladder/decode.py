@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minillm.ladder.attention import attend, causal_mask
+from minillm.ladder.request import RequestError
 from minillm.model.llama import Llama
 
 
@@ -44,10 +45,17 @@ class SequenceCache:
         return attend(q[None], self.keys[None, layer, :end], self.values[None, layer, :end], mask)[0]
 
 
+def check_prompt(prompt_ids: Sequence[int]) -> None:
+    """Raise RequestError for an empty prompt, which gives the model nothing to continue."""
+    if not prompt_ids:
+        raise RequestError("the prompt is empty; it needs at least one token")
+
+
 def decode_recomputing(
     model: Llama, prompt_ids: Sequence[int], max_tokens: int, stop_ids: Collection[int] = ()
 ) -> Iterator[int]:
     """Rung 0: yield greedy tokens, computing the whole text again for each."""
+    check_prompt(prompt_ids)
     ids = list(prompt_ids)
     for _ in range(max_tokens):
         tokens = torch.tensor(ids, device=model.device)  # [N]: the prompt and all output so far
@@ -64,6 +72,7 @@ def decode_cached(
     model: Llama, prompt_ids: Sequence[int], max_tokens: int, stop_ids: Collection[int] = ()
 ) -> Iterator[int]:
     """Rung 1: yield greedy tokens, feeding the prompt once and then one token a step."""
+    check_prompt(prompt_ids)
     cache = SequenceCache(model, capacity=len(prompt_ids) + max_tokens)
     feed = list(prompt_ids)
     for _ in range(max_tokens):
