@@ -1,11 +1,12 @@
 """Rung 3: re-decide the batch at every step.
 
-The scheduler in ten lines. `waiting` is a queue in order of arrival; `running` holds the
+The scheduler in a dozen lines. `waiting` is a queue in order of arrival; `running` holds the
 rows of the batch, oldest first. Each step `plan` gives out a budget of tokens:
 
     1. every running row that decodes feeds its newest token;
     2. prompts under way feed a chunk from what is left, oldest first;
-    3. waiting requests join while there is a row, memory and budget.
+    3. waiting requests join while there is a row, memory and budget;
+    4. with speculation, decoding rows may add drafts, if budget and memory are left.
 
 If memory runs out in 1 or 2, the youngest row is preempted: it gives its blocks back and
 waits at the head of the queue, to recompute prompt and output so far when it returns.
@@ -24,7 +25,7 @@ head of the queue waits for the rows before it and for nothing else.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from minillm.ladder.attention import RowSpan
@@ -51,7 +52,7 @@ class ContinuousBatching:
         return min(request.num_tokens + 1, request.max_kv)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Row:
     """One request's part in a step: the tokens to feed and where the first of them stands."""
 
@@ -60,11 +61,13 @@ class Row:
     tokens: list[int]
     due: bool  # does it need a token sampled after its last one?
     idle: bool = False  # a finished row that a static batch still carries
+    num_drafts: int = 0  # how many tokens a proposer may add, for which there is room
+    drafts: list[int] = field(default_factory=list)  # those it added, fed behind the tokens to be verified
 
     @property
     def span(self) -> RowSpan:
         """The row as attention sees it."""
-        return RowSpan(self.start, len(self.tokens), self.request.block_table, stores=not self.idle)
+        return RowSpan(self.start, len(self.tokens) + len(self.drafts), self.request.block_table, stores=not self.idle)
 
 
 @dataclass
@@ -78,13 +81,18 @@ class StepPlan:
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
-        self.budget -= len(row.tokens)
+        self.budget -= len(row.tokens) + row.num_drafts
 
     def drop(self, request: Request) -> None:
         """Take a preempted request's row out again."""
         for row in [row for row in self.rows if row.request is request]:
             self.rows.remove(row)
-            self.budget += len(row.tokens)
+            self.budget += len(row.tokens) + row.num_drafts
+
+
+def no_drafts(batch: int) -> int:
+    """The draft length without speculation."""
+    return 0
 
 
 class Scheduler:
@@ -98,7 +106,10 @@ class Scheduler:
         max_step_tokens: int,
         max_context: int,
         chunked_prefill: bool = True,
+        draft_length: Callable[[int], int] = no_drafts,
     ) -> None:
+        """draft_length: how many drafts a row may verify in a step in which so many decode."""
+        self.draft_length = draft_length
         self.batching, self.memory = batching, memory
         self.max_batch, self.max_step_tokens, self.max_context = max_batch, max_step_tokens, max_context
         self.chunked_prefill = chunked_prefill
@@ -143,6 +154,7 @@ class Scheduler:
             self._plan_decodes(plan)
             self._plan_prompts(plan)
             self._admit(plan)
+            self._plan_drafts(plan)
         return plan
 
     def commit(self, plan: StepPlan, outputs: Sequence[Sequence[int]]) -> list[tuple[Request, list[int]]]:
@@ -155,14 +167,14 @@ class Scheduler:
             if row.idle:
                 continue
             request = row.request
-            request.num_kv = row.start + len(row.tokens)
+            request.num_kv = row.span.start + row.span.count
             if row.due:
                 before = request.num_tokens
                 for token in next(outputs):
                     request.append(token)
                     if request.finished:
                         break
-                request.num_kv = min(request.num_kv, request.num_tokens - 1)
+                request.num_kv = min(request.num_kv, request.num_tokens - 1)  # rejected drafts are no part of it
                 news.append((request, request.tokens[before:]))
             self.memory.settle(request)
         self._depart()
@@ -205,6 +217,18 @@ class Scheduler:
         end = request.num_kv + number
         if self._has_budget(request, plan) and self._make_room(request, end, plan):
             plan.add(Row(request, request.num_kv, request.tokens[request.num_kv : end], due=end == request.num_tokens))
+
+    def _plan_drafts(self, plan: StepPlan) -> None:
+        """Let decoding rows verify drafts, with what budget and memory nobody else wants at this step."""
+        decoding = [row for row in plan.rows if row.due and len(row.tokens) == 1]
+        wanted = self.draft_length(len(decoding)) if decoding else 0
+        for row in decoding:
+            request = row.request
+            # a round gives one token more than it accepts drafts, so the last token is never a draft
+            number = min(wanted, plan.budget, request.params.max_tokens - request.num_output - 1)
+            if number > 0 and self.memory.reserve(request, request.num_tokens + number):
+                row.num_drafts = number
+                plan.budget -= number
 
     def _has_budget(self, request: Request, plan: StepPlan) -> bool:
         """Room for a chunk of its prompt; or without chunking, for all of it, or an otherwise empty step.

@@ -22,12 +22,13 @@ from typing import Literal, Protocol
 import torch
 
 from minillm.ladder.attention import StepAttention
-from minillm.ladder.continuous import ContinuousBatching, Scheduler, StepPlan
+from minillm.ladder.continuous import ContinuousBatching, Scheduler, StepPlan, no_drafts
 from minillm.ladder.paged import BlockPool, Paged, Slots
 from minillm.ladder.quantized import KeyTransform, KVStorage, Rotation, kv_bytes_per_token, native_format
 from minillm.ladder.records import Records
 from minillm.ladder.request import Completion, Request, RequestError, RequestId, SamplingParams, TokenEvent
 from minillm.ladder.sampling import hash_numbers, sample
+from minillm.ladder.speculative import Proposer, Speculator, verify
 from minillm.ladder.static import StaticBatching
 from minillm.model.config import ModelConfig
 
@@ -68,27 +69,36 @@ class ModelExecutor:
     """Runs a plan on a model: flattens the rows, one forward, samples the due ones."""
 
     def __init__(
-        self, model, kv_format: str, num_blocks: int, block_size: int, key_transform: KeyTransform | None = None
+        self,
+        model,
+        kv_format: str,
+        num_blocks: int,
+        block_size: int,
+        key_transform: KeyTransform | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
-        self.model, self.block_size = model, block_size
+        self.model, self.block_size, self.proposer = model, block_size, proposer
         self.scratch_slot = num_blocks * block_size  # behind the pool's last block
         self.storage = KVStorage(model.config, kv_format, self.scratch_slot + 1, model.device, key_transform)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[list[int]]:
-        """One forward over all rows; one token for each due row."""
-        device = self.model.device
-        spans = [row.span for row in plan.rows]
+        """One forward over all rows; for each due row one token, or an accepted run."""
+        rows, device, config = plan.rows, self.model.device, self.model.config
+        proposed = self.proposer.propose(rows) if self.proposer else [None] * len(rows)
+        spans = [row.span for row in rows]
         cache = StepAttention(
-            self.storage, spans, self.block_size, self.scratch_slot, self.model.config.query_group, self.model.dtype
+            self.storage, spans, self.block_size, self.scratch_slot, config.query_group, self.model.dtype
         )
-        tokens = torch.tensor([token for row in plan.rows for token in row.tokens], device=device)  # [N]
-        due = [b for b, row in enumerate(plan.rows) if row.due]
-        last = (cache.first + cache.count - 1)[due].to(device)  # [R] each due row's last token
-        logits = self.model.forward(tokens, cache.positions.to(device), cache, last)  # [R, V]
-        if not due:
-            return []
-        requests = [plan.rows[b].request for b in due]
+        tokens = torch.tensor([token for row in rows for token in (*row.tokens, *row.drafts)], device=device)  # [N]
+        due = [b for b, row in enumerate(rows) if row.due]
+        behind = cache.first + cache.count  # [B]
+        wanted = [torch.arange(behind[b] - len(rows[b].drafts) - 1, behind[b]) for b in due]
+        logit_rows = torch.cat(wanted or [behind[:0]]).to(device)  # [R] each due row's newest token and its drafts
+        logits = self.model.forward(tokens, cache.positions.to(device), cache, logit_rows)  # [R, V]
+        if any(row.drafts for row in rows):
+            return verify([rows[b] for b in due], logits, [proposed[b] for b in due])
+        requests = [rows[b].request for b in due]
         params, seeds = [r.params for r in requests], [r.seed for r in requests]
         chosen = sample(logits, params, seeds, [r.num_output for r in requests])  # [R]
         return [[token] for token in chosen.tolist()]
@@ -114,7 +124,8 @@ class Engine:
     keys and values (1 GiB on a CPU; on a GPU 80 % of what is free after the weights).
     max_batch: rows in a step, at most `max_step_tokens`. max_step_tokens: the budget of
     tokens a step feeds. max_context: prompt and output of one request. key_transform: how
-    keys are made even before they are stored; "auto" rotates them for int4.
+    keys are made even before they are stored; "auto" rotates them for int4. speculator: who
+    drafts tokens, and how many.
     """
 
     def __init__(
@@ -133,6 +144,7 @@ class Engine:
         max_step_tokens: int | None = None,
         chunked_prefill: bool = True,
         prefix_cache: bool = True,
+        speculator: Speculator | None = None,
         executor: Executor | None = None,
         clock: Clock | None = None,
         records: Literal["all", "summary"] = "all",
@@ -145,7 +157,9 @@ class Engine:
         max_context = max_context or config.max_position_embeddings
         max_step_tokens = max_step_tokens or (2048 if gpu else 512)
         max_batch = min(max_batch or (256 if gpu else 32), max_step_tokens)
-        block_bytes = block_size * kv_bytes_per_token(config, kv_format)
+        proposer = speculator.proposer if speculator else None
+        bytes_per_token = kv_bytes_per_token(config, kv_format) + (proposer.bytes_per_token if proposer else 0)
+        block_bytes = block_size * bytes_per_token
         if kv_memory is None:
             kv_memory = min(default_kv_memory(model), max_batch * -(-max_context // block_size) * block_bytes)
         if kv_memory < block_bytes:
@@ -156,10 +170,16 @@ class Engine:
             _choose("batching", batching, continuous=ContinuousBatching, static=StaticBatching)(),
             Paged(pool, prefix_cache) if _choose("kv", kv, paged=True, slots=False) else Slots(pool),
             max_batch, max_step_tokens, max_context, chunked_prefill,
+            speculator.draft_length if speculator else no_drafts,
         )
         if key_transform == "auto":
             key_transform = Rotation(config.head_dim, model.device) if kv_format == "int4" and model else None
-        self.executor = executor or ModelExecutor(model, kv_format, pool.num_blocks, block_size, key_transform)
+        if proposer:
+            proposer.prepare(config, pool.num_blocks, block_size)
+        self.speculator = speculator
+        self.executor = executor or ModelExecutor(
+            model, kv_format, pool.num_blocks, block_size, key_transform, proposer
+        )
         self.clock = clock or WallClock()
         self.records = Records(records)
         self.eos_ids = frozenset(config.eos_token_id) | frozenset(tokenizer.eos_ids if tokenizer else ())
@@ -244,10 +264,12 @@ class Engine:
         except BaseException:
             self.scheduler.cancel(plan)
             raise
+        if self.speculator:
+            self.speculator.observe(plan.rows, outputs, self.clock.now() - counts["start"])
         news = self.scheduler.commit(plan, outputs)
         shown = [(request, *self._show(request, tokens)) for request, tokens in news]
         now = self.clock.now()
-        self.records.committed(counts, now, [(request, tokens) for request, tokens, _ in shown])
+        self.records.committed(counts, now, [(request, tokens) for request, tokens, _ in shown], plan)
         return [self._event(request, tokens, text, now) for request, tokens, text in shown]
 
     def _show(self, request: Request, tokens: list[int]) -> tuple[list[int], str]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -29,8 +29,10 @@ class StepRecord:
     idle_rows: int  # rows of finished requests that a static batch still carried
     due_rows: int  # rows that were given a token, or an accepted run
     prompt_tokens: int  # fed for the first time
-    decode_tokens: int  # fed for the first time: newest output tokens, and drafts
+    decode_tokens: int  # fed for the first time: newest output tokens
     recomputed_tokens: int  # fed again after a preemption
+    drafted_tokens: int  # fed behind newest tokens, to be verified
+    accepted_tokens: int  # of those, accepted and kept
     output_tokens: int  # given to requests
     admitted: int
     preempted: int
@@ -56,6 +58,9 @@ class RequestRecord:
     cached_tokens: int = 0  # of the prompt, found in the prefix cache, computed by others
     recovered_tokens: int = 0  # its own, found again in the cache after a preemption
     preemptions: int = 0
+    rounds: int = 0  # verifications of at least one draft
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # drafts accepted and kept: what follows a stop is neither
 
     @property
     def output_tokens(self) -> int:
@@ -138,12 +143,20 @@ class Records:
             self.totals["cached_tokens"] += request.num_kv - recovered
         return {"start": now, **step_counts(plan, scheduler)}
 
-    def committed(self, counts: dict, end: float, news: list[tuple[Request, list[int]]]) -> None:
+    def committed(self, counts: dict, end: float, news: list[tuple[Request, list[int]]], plan: StepPlan) -> None:
         """After the forward: each due request's new tokens, and the step's record."""
-        for request, tokens in news:
-            self.live[request.id].token_times += [end] * len(tokens)
+        drafted = accepted = 0
+        for (request, tokens), row in zip(news, [row for row in plan.rows if row.due], strict=True):
+            record, kept = self.live[request.id], accepted_drafts(row.drafts, tokens)
+            record.token_times += [end] * len(tokens)
+            record.rounds += bool(row.drafts)
+            record.drafted_tokens += len(row.drafts)
+            record.accepted_tokens += kept
+            drafted, accepted = drafted + len(row.drafts), accepted + kept
         step = StepRecord(
             **counts,
+            drafted_tokens=drafted,
+            accepted_tokens=accepted,
             duration=end - counts["start"],
             due_rows=len(news),
             output_tokens=sum(len(tokens) for _, tokens in news),
@@ -196,8 +209,13 @@ class Records:
 
 
 COUNTED = ("rows", "idle_rows", "due_rows", "prompt_tokens", "decode_tokens", "recomputed_tokens", "output_tokens",
-           "admitted", "preempted")
+           "drafted_tokens", "accepted_tokens", "admitted", "preempted")
 PEAKED = ("rows", "blocks_live", "kv_tokens", "waiting")
+
+
+def accepted_drafts(drafts: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many of a row's new tokens are its drafts: its leading ones that agree."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafts, tokens, strict=False)))
 
 
 def step_counts(plan: StepPlan, scheduler: Scheduler) -> dict:

@@ -15,6 +15,7 @@ from torch import Tensor
 from minillm.ladder.request import SamplingParams
 
 MASK = (1 << 64) - 1
+SAMPLE, ACCEPT, DRAFT = 0, 1, 2  # purposes of the uniform numbers of one output token
 
 
 def mix(x: int) -> int:
@@ -33,7 +34,7 @@ def hash_numbers(*numbers: int) -> int:
     return state
 
 
-def uniform(seed: int, index: int, purpose: int = 0) -> float:
+def uniform(seed: int, index: int, purpose: int = SAMPLE) -> float:
     """A number in [0, 1) for token `index` of the request with this seed. 32 bits, so that it never rounds to 1."""
     return (hash_numbers(seed, index, purpose) >> 32) / 2**32
 

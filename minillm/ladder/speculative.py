@@ -1,0 +1,332 @@
+"""Rung 6: guess the next tokens cheaply, then verify all guesses in one forward.
+
+A decoding row feeds its newest token and k drafts behind it: k + 1 tokens, a short prefill
+to the model. The logits after each say what the target would have said there. Drafts are
+taken up to the first that it would not have said, and the target's own token follows:
+
+    fed        newest   d1      d2      d3          logits behind each, in one forward
+    target     d1 ok    d2 ok   x≠d3                2 drafts accepted, and x: 3 tokens for one step
+
+Decode is bound by reading the weights, so k + 1 tokens cost little more than one, until the
+batch is large. The answer is that of plain decoding: token for token when greedy, and in
+distribution when sampling (Leviathan et al., 2023; Chen et al., 2023).
+
+Definitions, used everywhere: a round is one verification. Acceptance rate: drafts accepted
+and kept over drafts verified. Tokens per round: those and the target's own one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from minillm.ladder.attention import RowSpan, StepAttention
+from minillm.ladder.continuous import Row
+from minillm.ladder.quantized import KVStorage, kv_bytes_per_token, native_format
+from minillm.ladder.request import Request
+from minillm.ladder.sampling import ACCEPT, DRAFT, SAMPLE, draw, probabilities, uniform
+from minillm.model.config import ModelConfig
+
+
+class Proposer(Protocol):
+    """What guesses tokens. A guess may be wrong, and may be shorter than asked for; it is never trusted."""
+
+    bytes_per_token: int  # of cache that it needs in every block, beside the target's
+
+    def prepare(self, config: ModelConfig, num_blocks: int, block_size: int) -> None:
+        """Called once, by the engine that it will serve; raises ValueError where it cannot serve this target."""
+        ...
+
+    def propose(self, rows: Sequence[Row]) -> list[Tensor | None]:
+        """Write at most `row.num_drafts` drafts into `row.drafts` of each row of a step.
+
+        Returns for each row the distributions its drafts were drawn from [k, V], or None
+        where they were not drawn but chosen.
+        """
+        ...
+
+
+# -- verification ---------------------------------------------------------------------------------
+
+
+def verify_greedy(best: Sequence[int], drafts: Sequence[int]) -> list[int]:
+    """best [k + 1], the target's argmax behind the newest token and each draft -> accepted drafts, its own token."""
+    accepted = 0
+    while accepted < len(drafts) and drafts[accepted] == best[accepted]:
+        accepted += 1
+    return [*drafts[:accepted], best[accepted]]
+
+
+def verify_sampled(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, u_next: Tensor) -> tuple[Tensor, Tensor]:
+    """Rejection sampling over R rows of k drafts -> how many each accepts [R], and the token that follows [R].
+
+    p [R, k + 1, V]: what the target samples from at each place, all filters applied. q [R, k, V]:
+    what the drafts [R, k] were drawn from, likewise; one-hot where they were chosen.
+    u [R, k]: uniform numbers in [0, 1) that accept; u_next [R, k + 1]: those that draw at each place.
+
+    A draft x is accepted with probability min(1, p(x) / q(x)). After the first rejection the
+    token comes from what p has more of than q; after none, from p behind the last draft.
+    """
+    k, rows, at = drafts.shape[1], torch.arange(len(drafts), device=p.device), drafts[..., None]
+    p_draft, q_draft = p[:, :k].gather(2, at)[..., 0], q.gather(2, at)[..., 0]  # [R, k]
+    accepts = u * q_draft < p_draft  # strictly: a token that p excludes is never accepted, not even at u = 0
+    accepted = accepts.long().cumprod(1).sum(1)  # [R]
+    target = p[rows, accepted]  # [R, V] at the place of the token that follows
+    proposed = F.pad(q, (0, 0, 0, 1))[rows, accepted]  # nothing was proposed behind the last draft
+    residual = (target - proposed).clamp_min(0)
+    empty = residual.sum(-1, keepdim=True) == 0  # p = q up to rounding, and u fell into it
+    return accepted, draw(torch.where(empty, target, residual), u_next[rows, accepted])
+
+
+def verify(rows: Sequence[Row], logits: Tensor, proposed: Sequence[Tensor | None]) -> list[list[int]]:
+    """The tokens of each due row. logits [R, V]: after its newest token and after its drafts, row after row."""
+    best = logits.argmax(-1).tolist()
+    outputs, first = [], 0
+    for row, q in zip(rows, proposed, strict=True):
+        end = first + len(row.drafts) + 1
+        greedy = row.request.params.greedy
+        outputs.append(verify_greedy(best[first:end], row.drafts) if greedy else _verify_row(row, logits[first:end], q))
+        first = end
+    return outputs
+
+
+def _verify_row(row: Row, logits: Tensor, q: Tensor | None) -> list[int]:
+    """One sampling row: logits [k + 1, V], q [k, V] or None. Without drafts it draws as plain decoding does."""
+    request, k, device = row.request, len(row.drafts), logits.device
+    p = probabilities(logits, [request.params] * (k + 1))  # [k + 1, V]
+    drafts = torch.tensor(row.drafts, dtype=torch.long, device=device)
+    q = F.one_hot(drafts, p.shape[1]).to(p.dtype) if q is None else q
+
+    def numbers(count: int, purpose: int) -> Tensor:
+        u = [uniform(request.seed, request.num_output + i, purpose) for i in range(count)]
+        return torch.tensor([u], dtype=torch.float64, device=device)  # [1, count]
+
+    accepted, following = verify_sampled(p[None], q[None], drafts[None], numbers(k, ACCEPT), numbers(k + 1, SAMPLE))
+    return [*row.drafts[: int(accepted)], int(following)]
+
+
+# -- proposers ------------------------------------------------------------------------------------
+
+
+class NgramProposer:
+    """Prompt lookup: what followed the last few tokens when they last occurred (Saxena, 2023).
+
+    Costs next to nothing, and is right wherever an answer copies from its prompt or itself.
+    """
+
+    bytes_per_token = 0
+
+    def __init__(self, longest: int = 3, shortest: int = 1) -> None:
+        """Try the last `longest` tokens first, then fewer, down to `shortest`."""
+        if not 1 <= shortest <= longest:
+            raise ValueError(f"need 1 <= shortest <= longest, not {shortest} and {longest}")
+        self.lengths = range(longest, shortest - 1, -1)
+        self.indices: WeakKeyDictionary[Request, NgramIndex] = WeakKeyDictionary()
+
+    def prepare(self, config: ModelConfig, num_blocks: int, block_size: int) -> None:
+        """Nothing to prepare: it knows each request by itself."""
+
+    def propose(self, rows: Sequence[Row]) -> list[Tensor | None]:
+        """Fill `row.drafts` from each request's own text."""
+        for row in rows:
+            if row.num_drafts:
+                index = self.indices.setdefault(row.request, NgramIndex(self.lengths))
+                row.drafts[:] = index.continuation(row.request.tokens, row.num_drafts)
+        return [None] * len(rows)
+
+
+class NgramIndex:
+    """What followed each n-gram of one text, the last time; grows with the text, a token at a time."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = lengths
+        self.following: dict[tuple[int, ...], int] = {}  # n-gram -> the place behind it
+        self.indexed = 1  # n-grams that end before this place are known
+
+    def continuation(self, tokens: Sequence[int], number: int) -> list[int]:
+        """Up to `number` tokens that followed the latest earlier occurrence of the text's own end."""
+        for place in range(self.indexed, len(tokens)):
+            for n in self.lengths:
+                if n <= place:
+                    self.following[tuple(tokens[place - n : place])] = place
+        self.indexed = len(tokens)
+        for n in self.lengths:
+            place = self.following.get(tuple(tokens[len(tokens) - n :])) if n <= len(tokens) else None
+            if place is not None:
+                return list(tokens[place : place + number])
+        return []
+
+
+class DraftModelProposer:
+    """A smaller model of the same vocabulary writes the drafts, with a KV cache of its own.
+
+    Its keys and values lie in a second storage under the same block ids, so that a block
+    table and a shared prefix serve both models. `stored` says of how many of a request's
+    tokens the draft model has keys and values: after a full acceptance one fewer than the
+    target, since the last draft was never fed to it. It is fed with the next newest token.
+    """
+
+    def __init__(self, model, tokenizer=None) -> None:
+        """tokenizer: the draft model's, so that its token map can be compared with the target's."""
+        self.model, self.tokenizer = model, tokenizer
+        self.bytes_per_token = kv_bytes_per_token(model.config, native_format(model.dtype))
+        self.stored: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+        self.storage: KVStorage | None = None
+
+    def prepare(self, config: ModelConfig, num_blocks: int, block_size: int) -> None:
+        """Make the second storage. Raises ValueError if it serves an engine already."""
+        if self.storage is not None:
+            raise ValueError("this DraftModelProposer serves an engine already; make one for each")
+        self.vocab_size, self.block_size, self.scratch = config.vocab_size, block_size, num_blocks * block_size
+        native = native_format(self.model.dtype)
+        self.storage = KVStorage(self.model.config, native, self.scratch + 1, self.model.device)
+
+    def propose(self, rows: Sequence[Row]) -> list[Tensor | None]:
+        """One forward that catches up, over prompts as well; then a short one for each further draft."""
+        busy = [row for row in rows if row.num_drafts or len(row.tokens) > 1]
+        if not busy:
+            return [None] * len(rows)
+        logits = self._feed(busy, [self._missing(row) for row in busy])  # [rows, V]
+        drafting, q = [i for i, row in enumerate(busy) if row.num_drafts], {id(row): [] for row in busy}
+        rows_of_logits = dict(zip(range(len(busy)), logits, strict=True))
+        while drafting:
+            for i in drafting:
+                self._draft(busy[i], rows_of_logits[i], q[id(busy[i])])
+            drafting = [i for i in drafting if len(busy[i].drafts) < busy[i].num_drafts]
+            if drafting:
+                logits = self._feed([busy[i] for i in drafting], [busy[i].drafts[-1:] for i in drafting])
+                rows_of_logits = dict(zip(drafting, logits, strict=True))
+        return [torch.stack(q[id(row)]) if q.get(id(row)) else None for row in rows]
+
+    def _missing(self, row: Row) -> list[int]:
+        """What of the request's tokens the draft model must still be fed, this step's included."""
+        request = row.request
+        self.stored[request] = min(self.stored.get(request, row.start), row.start)
+        return request.tokens[self.stored[request] : row.start + len(row.tokens)]
+
+    def _feed(self, rows: Sequence[Row], tokens: Sequence[list[int]]) -> Tensor:
+        """Feed each row's tokens behind what is stored of it -> logits after its last [rows, V of the target]."""
+        spans = [
+            RowSpan(self.stored[row.request], len(own), row.request.block_table)
+            for row, own in zip(rows, tokens, strict=True)
+        ]
+        config, device = self.model.config, self.model.device
+        cache = StepAttention(
+            self.storage, spans, self.block_size, self.scratch, config.query_group, self.model.dtype
+        )
+        ids = torch.tensor([token for own in tokens for token in own], device=device)  # [N]
+        last = (cache.first + cache.count - 1).to(device)
+        logits = self.model.forward(ids, cache.positions.to(device), cache, last)
+        for row, span in zip(rows, spans, strict=True):
+            self.stored[row.request] = span.start + span.count
+        # ids that only one of the two has are padding: never proposed
+        return F.pad(logits[:, : self.vocab_size], (0, max(0, self.vocab_size - config.vocab_size)), value=-torch.inf)
+
+    def _draft(self, row: Row, logits: Tensor, q: list[Tensor]) -> None:
+        """Choose or draw one draft from logits [V], as the request's own parameters say."""
+        params, place = row.request.params, row.request.num_output + len(row.drafts)
+        if params.greedy:
+            row.drafts.append(int(logits.argmax()))
+            return
+        q.append(probabilities(logits[None], [params])[0])
+        u = torch.tensor([uniform(row.request.seed, place, DRAFT)], dtype=torch.float64, device=logits.device)
+        row.drafts.append(int(draw(q[-1][None], u)))
+
+
+class ReplayProposer:
+    """For experiments: drafts that are right or wrong to order, replayed from answers known beforehand.
+
+    It stands for a drafter of any given quality on models whose text means nothing. Whatever
+    is drawn from it says so: it is no measure of a real drafter.
+    """
+
+    bytes_per_token = 0
+
+    def __init__(self, answers: Mapping[tuple[int, ...], Sequence[int]], is_right: Callable[[int], bool]) -> None:
+        """answers: prompt -> the target's own greedy output. is_right(i): whether to draft output token i rightly."""
+        self.answers, self.is_right = answers, is_right
+
+    def prepare(self, config: ModelConfig, num_blocks: int, block_size: int) -> None:
+        """Take the vocabulary's size, for wrong tokens."""
+        self.vocab_size = config.vocab_size
+
+    def propose(self, rows: Sequence[Row]) -> list[Tensor | None]:
+        """Fill `row.drafts` from the known answers."""
+        for row in rows:
+            if row.num_drafts:
+                answer, at = self.answers[tuple(row.request.prompt_ids)], row.request.num_output
+                coming = enumerate(answer[at : at + row.num_drafts], start=at)
+                row.drafts[:] = [token if self.is_right(i) else (token + 1) % self.vocab_size for i, token in coming]
+        return [None] * len(rows)
+
+
+# -- how many drafts ------------------------------------------------------------------------------
+
+
+class Speculator:
+    """A proposer, and how many drafts to ask it for."""
+
+    def __init__(self, proposer: Proposer, draft_length: int = 4, adaptive: bool = False) -> None:
+        """draft_length: k, or with `adaptive` the most that k may be."""
+        if draft_length < 1:
+            raise ValueError(f"draft_length {draft_length} would never draft; leave the speculator out instead")
+        self.proposer, self.most, self.adaptive = proposer, draft_length, adaptive
+        self.cost, self.acceptance, self.steps = StepCost(), 0.5, 0
+
+    def draft_length(self, batch: int) -> int:
+        """k for a step in which `batch` rows decode.
+
+        Adaptive: the k with the most tokens per second, as far as acceptance and step cost
+        are known: with acceptance a, k drafts give 1 + a + ... + a^k tokens, and a step of
+        batch (k + 1) tokens costs what such steps cost lately.
+        """
+        if not self.adaptive:
+            return self.most
+        self.steps += 1
+        if self.steps <= PROBES_AT_START:
+            return self.most * (self.steps % 2)  # learn what drafts cost
+        if self.steps % PROBE_EVERY == 0:
+            return 1  # acceptance may have changed while nothing was drafted
+
+        def rate(k: int) -> float:
+            return sum(self.acceptance**i for i in range(k + 1)) / self.cost.seconds(batch * (k + 1))
+
+        return max(range(self.most + 1), key=rate)
+
+    def observe(self, rows: Sequence[Row], outputs: Sequence[Sequence[int]], seconds: float) -> None:
+        """Learn from a step: what it cost, if it only decoded, and how many drafts were accepted."""
+        decoding = [row for row in rows if row.due]
+        if all(len(row.tokens) == 1 for row in rows):
+            self.cost.add(sum(1 + len(row.drafts) for row in rows), seconds)
+        for row, output in zip(decoding, outputs, strict=True):
+            tries = min(len(output), len(row.drafts))  # drafts up to the first rejected one, which is a try too
+            for i in range(tries):
+                self.acceptance += LEARNING_RATE * ((i < len(output) - 1) - self.acceptance)
+
+
+PROBES_AT_START, PROBE_EVERY, LEARNING_RATE = 6, 32, 0.05
+
+
+class StepCost:
+    """A step's seconds as a + b · tokens, fitted by least squares to recent steps."""
+
+    FORGET = 0.98  # a step's weight when the next one comes
+
+    def __init__(self) -> None:
+        self.n = self.x = self.y = self.xx = self.xy = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Take in one step."""
+        for name, value in (("n", 1.0), ("x", tokens), ("y", seconds), ("xx", tokens**2), ("xy", tokens * seconds)):
+            setattr(self, name, getattr(self, name) * self.FORGET + value)
+
+    def seconds(self, tokens: int) -> float:
+        """What a step of so many tokens should cost; more tokens never cost less."""
+        spread = self.n * self.xx - self.x**2
+        slope = max(0.0, (self.n * self.xy - self.x * self.y) / spread) if spread > 1e-9 * self.xx else 0.0
+        return max((self.y + slope * (self.n * tokens - self.x)) / max(self.n, 1e-9), 1e-9)
