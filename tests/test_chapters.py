@@ -26,6 +26,16 @@ def check_times(measurement: Measurement, *columns: str) -> None:
         assert all(row[column] is None or 0 < row[column] < math.inf for column in columns)
 
 
+@pytest.mark.parametrize("batching", ["static", "continuous"])
+def test_counting_without_a_model_counts_what_a_model_would_do(model, batching):
+    items = lognormal(1.0, requests=10, mean_tokens=6, prompt_tokens=8)
+    settings = {"batching": batching, "kv": "slots", "max_batch": 4}
+    counted, real = chapters.count(model.config, items, **settings), chapters.serve(model, items, **settings)
+    for name in ("steps", "rows", "idle_rows", "output_tokens", "prompt_tokens"):
+        assert counted.totals[name] == real.totals[name]
+    assert [s.blocks_live for s in counted.steps] == [s.blocks_live for s in real.steps]
+
+
 def test_cost_by_length(model):
     found = chapters.cost_by_length(model, "tiny", (4, 16, 64), recompute_up_to=16, repeats=1)
     check_times(found, "recompute_ms", "cached_ms")

@@ -12,6 +12,7 @@ from statistics import mean, median, pstdev
 import numpy as np
 import torch
 
+from minillm.ladder.continuous import StepPlan
 from minillm.ladder.decode import NoCache, SequenceCache
 from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import kv_bytes_per_token, native_format
@@ -20,6 +21,7 @@ from minillm.ladder.request import SamplingParams
 from minillm.measure import metrics
 from minillm.measure.measurement import Measurement, Spread, provenance, time_seconds
 from minillm.measure.workload import WorkItem, lognormal, play, random_ids
+from minillm.model.config import ModelConfig
 
 
 def measured(experiment: str, model, name: str, rows: list[dict], spread: Spread, seed: int = 0) -> Measurement:
@@ -30,6 +32,29 @@ def measured(experiment: str, model, name: str, rows: list[dict], spread: Spread
 def warm_up(model, prompt_tokens: int = 32) -> None:
     """Let the allocator and the kernels see a prompt and a step before anything is timed."""
     Engine(model, max_context=256).generate([list(range(prompt_tokens))] * 2, SamplingParams(max_tokens=3))
+
+
+class NoForward:
+    """An executor that computes nothing: every row that is due gets token 0. The scheduler cannot tell."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+
+    def run(self, plan: StepPlan) -> list[list[int]]:
+        return [[0] for row in plan.rows if row.due]
+
+
+def serve(model, items: Sequence[WorkItem], **settings) -> Records:
+    """All at once on a new engine; its records."""
+    longest = max(len(item.prompt_ids) + item.max_tokens for item in items)
+    engine = Engine(model, **{"max_context": longest, "prefix_cache": False, **settings})
+    play(engine, items, clients=len(items))
+    return engine.records
+
+
+def count(config: ModelConfig, items: Sequence[WorkItem], **settings) -> Records:
+    """The same without a forward: scheduler and memory are the real ones, so every count is exact, and no time is."""
+    return serve(None, items, executor=NoForward(config), **{"kv_format": "fp32", **settings})
 
 
 # -- 01: the loop ---------------------------------------------------------------------------------
@@ -129,14 +154,6 @@ def gain_by_spread(
     return measured("gain_by_spread", model, name, rows, Spread.of(speeds, warmups=1))
 
 
-def serve(model, items: Sequence[WorkItem], **settings) -> Records:
-    """All at once on a new engine; its records."""
-    longest = max(len(item.prompt_ids) + item.max_tokens for item in items)
-    engine = Engine(model, **{"max_context": longest, "prefix_cache": False, **settings})
-    play(engine, items, clients=len(items))
-    return engine.records
-
-
 def spread_row(cv: float, items: Sequence[WorkItem], runs: dict[str, Records]) -> dict:
     """One row of `gain_by_spread`: the spread as asked and as drawn, steps and seconds of both."""
     lengths = [item.output_tokens for item in items]
@@ -192,7 +209,7 @@ def stall_row(records: Records, late: RequestRecord, chunked: bool, budget: int)
     gaps = [gap * 1e3 for gap, _ in metrics.step_gaps(stream)]
     start = stream.arrival
     return {
-        "chunked": chunked, "step_budget": budget, "p50_gap_ms": median(gaps), "longest_gap_ms": max(gaps),
+        "prompt": "in chunks" if chunked else "whole", "step_budget": budget, "p50_gap_ms": median(gaps), "longest_gap_ms": max(gaps),
         "prompt_steps": sum(step.start < late.first_token and "late" in step.members for step in records.steps),
         "late_ttft_ms": (late.first_token - late.arrival) * 1e3,
         "gaps_ms": gaps, "gap_at_s": [moment - start for moment in stream.token_times[1:]],
