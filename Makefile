@@ -7,7 +7,7 @@ NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
 NBVAL := TQDM_DISABLE=1 $(PY) -m pytest --nbval-lax --nbval-current-env
 
 .DEFAULT_GOAL := help
-.PHONY: help ladder lab test test-all lint notebooks clean
+.PHONY: help ladder lab test test-all lint notebooks readme clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -38,6 +38,9 @@ lint: .venv/installed  ## ruff
 
 notebooks: .venv/installed  ## write the notebooks from notebooks/src, run them, store their outputs
 	$(PY) notebooks/build.py
+
+readme: .venv/installed  ## write the README's tables and picture from the recorded measurements
+	$(PY) notebooks/readme.py
 
 clean:  ## back to a fresh clone (the model stays in your cache)
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

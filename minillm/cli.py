@@ -86,7 +86,7 @@ def _add_ladder(commands) -> None:
     parser.add_argument("--requests", type=int, default=16, help="chat prompts, all at once (default: 16)")
     parser.add_argument("--max-tokens", type=int, default=96, help="cap on each answer (default: 96)")
     parser.add_argument("--kv-memory", type=int, metavar="BYTES", help="for rungs 2 to 4 (default: 8 longest slots)")
-    _add_json(parser)
+    _add_outputs(parser)
     parser.set_defaults(run=_ladder)
 
 
@@ -111,7 +111,7 @@ def _ladder(arguments) -> int:
                 f"rung {row['rung']}, request {d['request']}: first differs at token {d['token']}, where the two "
                 f"likeliest logits lie {d['top2_margin']:.2g} apart (forgiven up to {MARGIN_TOLERANCE[model.dtype]:g})"
             )
-    _write_json(arguments.json, {"device": result.provenance.device, "model": arguments.model, "rungs": rows})
+    _write(arguments, result, {"device": result.provenance.device, "model": arguments.model, "rungs": rows})
     return 0 if all(row["identical"] for row in rows) else 1
 
 
@@ -126,7 +126,7 @@ def _add_bench(commands) -> None:
     parser.add_argument("--requests", type=int, help="how many (default: the workload's own number)")
     parser.add_argument("--scale", type=float, default=1.0, help="shrink all lengths by this factor")
     parser.add_argument("--repeats", type=int, default=3, help="of each engine; the median is shown (default: 3)")
-    _add_json(parser)
+    _add_outputs(parser)
     parser.set_defaults(run=_bench)
 
 
@@ -140,7 +140,7 @@ def _bench(arguments) -> int:
     )
     print(f"{arguments.workload} on {arguments.model}, {result.provenance.dtype}, {result.provenance.device}")
     print(text_table(result.rows, BENCH_COLUMNS))
-    _write_json(arguments.json, {"device": result.provenance.device, "model": arguments.model, "rows": result.rows})
+    _write(arguments, result, {"device": result.provenance.device, "model": arguments.model, "rows": result.rows})
     return 0
 
 
@@ -167,15 +167,18 @@ def _add_model(parser) -> None:
     parser.add_argument("--model", default=DEFAULT, help=f"a name for load_model (default: {DEFAULT})")
 
 
-def _add_json(parser) -> None:
+def _add_outputs(parser) -> None:
+    parser.add_argument("--save", action="store_true", help="keep the measurement under notebooks/measurements")
     parser.add_argument("--json", metavar="FILE", help="write the result there too; - prints it as the last line")
 
 
-def _write_json(target: str | None, result: dict) -> None:
-    if target == "-":
+def _write(arguments, measurement, result: dict) -> None:
+    if arguments.save:
+        print(f"saved {measurement.save()}")
+    if arguments.json == "-":
         print(json.dumps(result))
-    elif target:
-        Path(target).write_text(json.dumps(result, indent=1) + "\n")
+    elif arguments.json:
+        Path(arguments.json).write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _bar(label: str, total: int):

@@ -1,0 +1,43 @@
+"""Write the README's measured tables and its picture from the committed measurements (`make readme`)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from minillm.cli import BENCH_COLUMNS, LADDER_COLUMNS
+from minillm.measure.measurement import Measurement
+from minillm.show.plots import bars
+from minillm.show.recorded import recorded
+
+ROOT = Path(__file__).resolve().parent.parent
+MEASUREMENTS = ROOT / "notebooks" / "measurements"
+TABLES = {"ladder": LADDER_COLUMNS, "bench_peers": BENCH_COLUMNS}
+
+
+def with_tables(text: str) -> str:
+    """The README with each block between `<!-- NAME -->` and `<!-- end -->` made anew."""
+
+    def block(match: re.Match) -> str:
+        name = match[1]
+        return f"<!-- {name} -->\n```\n{recorded(name, TABLES[name], MEASUREMENTS)}\n```\n<!-- end -->"
+
+    return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", block, text, flags=re.DOTALL)
+
+
+def draw_ladder() -> None:
+    """A picture of each recorded ladder, beside its file."""
+    for file in MEASUREMENTS.glob("*/ladder.json"):
+        run = Measurement.load(file.parent.name, "ladder", MEASUREMENTS)
+        rows = [{**row, "label": f"{row['rung']}\n{row['name']}"} for row in run.rows]
+        best = max(rows, key=lambda row: row["tokens_per_s"])
+        gain = best["tokens_per_s"] / rows[0]["tokens_per_s"]
+        title = f"From recomputing to {best['name']}: {gain:.0f} times the tokens ({run.provenance.device})"
+        figure = bars(rows, "label", {"tokens_per_s": "tokens per second"}, title, "output tokens per second")
+        figure.savefig(file.with_suffix(".png"), dpi=110, bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    readme.write_text(with_tables(readme.read_text()))
+    draw_ladder()
