@@ -209,7 +209,8 @@ def stall_row(records: Records, late: RequestRecord, chunked: bool, budget: int)
     gaps = [gap * 1e3 for gap, _ in metrics.step_gaps(stream)]
     start = stream.arrival
     return {
-        "prompt": "in chunks" if chunked else "whole", "step_budget": budget, "p50_gap_ms": median(gaps), "longest_gap_ms": max(gaps),
+        "prompt": "in chunks" if chunked else "whole", "step_budget": budget,
+        "p50_gap_ms": median(gaps), "longest_gap_ms": max(gaps),
         "prompt_steps": sum(step.start < late.first_token and "late" in step.members for step in records.steps),
         "late_ttft_ms": (late.first_token - late.arrival) * 1e3,
         "gaps_ms": gaps, "gap_at_s": [moment - start for moment in stream.token_times[1:]],
