@@ -14,7 +14,8 @@ from minillm.model.source import DEFAULT
 LADDER_COLUMNS = {
     "rung": "rung", "name": "name", "tokens_per_s": "tokens/s", "times_rung_before": "x before",
     "ttft_p50_s": "TTFT p50 s", "ttft_p99_s": "p99 s", "batch_rows": "mean batch", "kv_reserved_mb": "KV reserved MB",
-    "kv_used_mb": "used MB", "idle_slot_steps": "idle slot-steps", "identical": "same tokens", "adds": "what it adds",
+    "kv_used_mb": "used MB", "idle_slot_steps": "idle slot-steps", "identical": "same tokens",
+    "agreement_percent": "agree %", "adds": "what it adds",
 }
 BENCH_COLUMNS = {
     "engine": "engine", "tokens_per_s": "tokens/s", "min": "min", "max": "max", "times_minillm": "minillm is x",
@@ -112,7 +113,7 @@ def _ladder(arguments) -> int:
                 f"likeliest logits lie {d['top2_margin']:.2g} apart (forgiven up to {MARGIN_TOLERANCE[model.dtype]:g})"
             )
     _write(arguments, result, {"device": result.provenance.device, "model": arguments.model, "rungs": rows})
-    return 0 if all(row["identical"] for row in rows) else 1
+    return 1 if any(row["identical"] is False for row in rows) else 0
 
 
 # -- bench ----------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ class Engine:
         if kv_format == "auto":
             kv_format = native_format(model.dtype) if model else "bf16"
         max_context = max_context or config.max_position_embeddings
-        max_step_tokens = max_step_tokens or (2048 if gpu else 512)
+        max_step_tokens = max_step_tokens or (2048 if gpu else 256)
         max_batch = min(max_batch or (256 if gpu else 32), max_step_tokens)
         proposer = speculator.proposer if speculator else None
         bytes_per_token = kv_bytes_per_token(config, kv_format) + (proposer.bytes_per_token if proposer else 0)

@@ -17,6 +17,8 @@ from minillm.model.weights import load_model
 
 STATIC_BATCH = 8
 
+Run = tuple[int, float]  # output tokens, seconds
+
 
 def bench(
     workload: str,
@@ -34,18 +36,12 @@ def bench(
     """
     items = make_workload(workload, scale=scale, **({"requests": requests} if requests else {}))
     model = load_model(model_name)
-    engines: dict[str, Callable[[Sequence[WorkItem]], int]] = {"minillm": lambda items: _ours(model, items)}
-    manager = None
+    engines: dict[str, Callable[[Sequence[WorkItem]], Run]] = {"minillm": lambda items: _ours(model, items)}
     if against:
         reference = _load_reference(model_name, model)
-        manager = _start_continuous(reference, items)
         engines["transformers, static batch of 8"] = lambda items: _static(reference, items)
-        engines["transformers, continuous batching"] = lambda items: _continuous(manager, items)
-    try:
-        speeds = _take_turns(engines, items, repeats, progress)
-    finally:
-        if manager is not None:
-            manager.stop(block=True)
+        engines["transformers, continuous batching"] = lambda items: _continuous(reference, items)
+    speeds = _take_turns(engines, items, repeats, progress)
     ours = median(speeds["minillm"])
     rows = [
         {
@@ -66,9 +62,7 @@ def _take_turns(engines, items, repeats: int, progress) -> dict[str, list[float]
     with progress("bench", (repeats + 1) * len(engines)) as bar:
         for turn in range(repeats + 1):
             for name, run in engines.items():
-                start = time.perf_counter()
-                tokens = run(items if turn else items[:4])  # turn 0 warms up
-                seconds = time.perf_counter() - start
+                tokens, seconds = run(items if turn else items[:4])  # turn 0 warms up
                 bar.update(1)
                 if turn and tokens != wanted:
                     raise RuntimeError(f"{name} gave {tokens} tokens instead of {wanted}; its speed would mean nothing")
@@ -77,9 +71,10 @@ def _take_turns(engines, items, repeats: int, progress) -> dict[str, list[float]
     return speeds
 
 
-def _ours(model, items: Sequence[WorkItem]) -> int:
-    engine = Engine(model, records="summary")
-    return sum(map(len, play(engine, items, clients=len(items))))
+def _ours(model, items: Sequence[WorkItem]) -> Run:
+    engine, start = Engine(model, records="summary"), time.perf_counter()
+    outputs = play(engine, items, clients=len(items))
+    return sum(map(len, outputs)), time.perf_counter() - start
 
 
 def _load_reference(name: str, model):
@@ -91,9 +86,9 @@ def _load_reference(name: str, model):
 
 
 @torch.inference_mode()
-def _static(reference, items: Sequence[WorkItem]) -> int:
+def _static(reference, items: Sequence[WorkItem]) -> Run:
     """`generate` on left-padded batches in order of arrival; tokens past an answer's end are not counted."""
-    pad = 0
+    pad, start = 0, time.perf_counter()
     for at in range(0, len(items), STATIC_BATCH):
         batch = items[at : at + STATIC_BATCH]
         width, longest = max(len(item.prompt_ids) for item in batch), max(item.output_tokens for item in batch)
@@ -104,11 +99,15 @@ def _static(reference, items: Sequence[WorkItem]) -> int:
             attention_mask=torch.tensor(mask, device=reference.device),
             max_new_tokens=longest, min_new_tokens=longest, do_sample=False, eos_token_id=None, pad_token_id=pad,
         )
-    return sum(item.output_tokens for item in items)
+    return sum(item.output_tokens for item in items), time.perf_counter() - start
 
 
-def _start_continuous(reference, items: Sequence[WorkItem]):
-    """transformers' continuous batching, with blocks for all requests at once and no more."""
+def _continuous(reference, items: Sequence[WorkItem]) -> Run:
+    """transformers' continuous batching, with blocks for all requests at once and no more.
+
+    Its manager works in a thread that never sleeps, so it lives no longer than its turn.
+    Starting it, and two requests that warm it up, are not timed.
+    """
     from transformers import GenerationConfig
     from transformers.generation import ContinuousBatchingConfig
 
@@ -119,10 +118,17 @@ def _start_continuous(reference, items: Sequence[WorkItem]):
         continuous_batching_config=ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=512, page_size=page),
     )
     manager.start()
-    return manager
+    try:
+        _ask(manager, items[:2])
+        start = time.perf_counter()
+        tokens = _ask(manager, items)
+        return tokens, time.perf_counter() - start
+    finally:
+        manager.stop(block=True)
 
 
-def _continuous(manager, items: Sequence[WorkItem]) -> int:
+def _ask(manager, items: Sequence[WorkItem]) -> int:
+    """Send the requests, wait for all of them; how many tokens came."""
     for item in items:
         manager.add_request(input_ids=item.prompt_ids, max_new_tokens=item.output_tokens)
     done = tokens = 0

@@ -27,6 +27,23 @@ SLOTS_THAT_FIT = 8  # of the longest request, in the ladder's default memory
 RUNG_0_REQUESTS = 2  # recomputing everything is slow by nature: so many are run in full
 
 
+RUNGS = (  # name, what it adds, whether its tokens must be those of rung 1
+    ("recompute", "a forward over the whole text for every token", True),
+    ("KV cache", "keys and values are kept; a step feeds one token", True),
+    ("static batch", "a batch shares one read of the weights", True),
+    ("continuous batch", "the batch is re-decided at every step", True),
+    ("paged KV", "memory by block, shared prefixes", True),
+    ("int8 KV", "8 bits per key and value: more rows in the same memory", False),
+)
+ENGINE_RUNGS = (  # the settings of rungs 2 to 5
+    {"batching": "static", "kv": "slots"},
+    {"batching": "continuous", "kv": "slots"},
+    {"batching": "continuous", "kv": "paged"},
+    {"batching": "continuous", "kv": "paged", "kv_format": "int8"},
+)
+NOT_EXACT = {"identical": None, "divergences": []}
+
+
 @dataclass
 class RungRun:
     """What one rung did with the ladder's requests."""
@@ -34,11 +51,18 @@ class RungRun:
     outputs: list[list[int]]
     seconds: float
     ttft_s: list[float]
-    details: dict = field(default_factory=dict)
+    details: dict
+    ends_s: list[float] = field(default_factory=list)  # of each request, where they ran one after the other
 
     @property
     def tokens_per_s(self) -> float:
         return sum(map(len, self.outputs)) / self.seconds
+
+    def speed_on_first(self, requests: int) -> float:
+        """Tokens per second over the first requests: of all of them, or of a run one by one."""
+        if requests >= len(self.outputs):
+            return self.tokens_per_s
+        return sum(map(len, self.outputs[:requests])) / self.ends_s[requests - 1]
 
 
 def ladder(
@@ -52,61 +76,62 @@ def ladder(
 ) -> Measurement:
     """Every rung on the same chat prompts, all arriving at once; the columns are those of `minillm ladder`.
 
-    Rungs 2 to 4 share one byte budget for keys and values: by default what holds eight slots
+    Rungs 2 to 5 share one byte budget for keys and values: by default what holds eight slots
     of the longest request. Rung 0 runs the first few requests only, and is compared with rung
     1 on those. progress(label, total) gives a bar with `update`.
     """
     prompts = [tokenizer.chat(CHAT_PROMPTS[i % len(CHAT_PROMPTS)]) for i in range(requests)]
-    if kv_memory is None:
-        longest = -(-(max(map(len, prompts)) + max_tokens) // 16) * 16
-        kv_memory = SLOTS_THAT_FIT * longest * kv_bytes_per_token(model.config, native_format(model.dtype))
-    few = prompts[: min(RUNG_0_REQUESTS, requests)]
-    one_by_one = {"batch_rows": 1.0, "idle_slot_steps": 0}
+    few = prompts[:RUNG_0_REQUESTS]
     _warm_up(model, prompts)
-
-    def run_alone(decode, label, some):
-        with progress(label, len(some)) as bar:
-            return _run_one_by_one(model, decode, some, max_tokens, bar)
-
-    cached = run_alone(decode_cached, "rung 1", prompts)
-    cached.details = {**one_by_one, **_contiguous_kv(model, prompts, cached.outputs, max_tokens)}
-    recomputing = run_alone(decode_recomputing, "rung 0", few)
-    recomputing.details = {**one_by_one, "kv_reserved_mb": 0.0, "kv_used_mb": 0.0}
-    runs = [(recomputing, "recompute", "a forward over the whole text for every token"),
-            (cached, "KV cache", "keys and values are kept; a step feeds one token")]
-    for batching, kv, title, adds in (
-        ("static", "slots", "static batch", "a batch shares one read of the weights"),
-        ("continuous", "slots", "continuous batch", "the batch is re-decided at every step"),
-        ("continuous", "paged", "paged KV", "memory by block, shared prefixes"),
-    ):
-        engine = Engine(model, batching=batching, kv=kv, kv_memory=kv_memory)
-        with progress(f"rung {len(runs)}", requests) as bar:
-            runs.append((_run_engine(engine, prompts, max_tokens, bar), title, adds))
-
-    rows = []
-    for rung, (run, title, adds) in enumerate(runs):
-        same = _compare(model, prompts, run.outputs, cached.outputs)
-        before = {0: None, 1: _speed_on_first(cached, len(few)) / recomputing.tokens_per_s}.get(
-            rung, run.tokens_per_s / runs[rung - 1][0].tokens_per_s
-        )
-        rows.append(_ladder_row(rung, title, adds, run, before, same))
-    spread = Spread.of([cached.tokens_per_s], warmups=1)
+    runs = []
+    for rung, (decode, some) in enumerate(((decode_recomputing, few), (decode_cached, prompts))):
+        with progress(f"rung {rung}", len(some)) as bar:
+            runs.append(_run_one_by_one(model, decode, some, max_tokens, bar))
+    if kv_memory is None:
+        kv_memory = _eight_slots(model, prompts, max_tokens)
+    for rung, settings in enumerate(ENGINE_RUNGS, start=len(runs)):
+        engine = Engine(model, kv_memory=kv_memory, **settings)
+        with progress(f"rung {rung}", requests) as bar:
+            runs.append(_run_engine(engine, prompts, max_tokens, bar))
+    rows = [_ladder_row(model, prompts, runs, rung) for rung in range(len(runs))]
+    spread = Spread.of([runs[1].tokens_per_s], warmups=1)
     dtype = native_format(model.dtype)
     return Measurement("ladder", provenance(name, dtype, model.device, seed=0, spread=spread), rows)
 
 
-def _ladder_row(rung: int, title: str, adds: str, run: RungRun, before: float | None, same: dict) -> dict:
+def _eight_slots(model, prompts, max_tokens: int, block_size: int = 16) -> int:
+    """Bytes of keys and values that hold eight slots of the longest request."""
+    blocks = -(-(max(map(len, prompts)) + max_tokens) // block_size)
+    return SLOTS_THAT_FIT * blocks * block_size * kv_bytes_per_token(model.config, native_format(model.dtype))
+
+
+def _ladder_row(model, prompts, runs: Sequence[RungRun], rung: int) -> dict:
+    """One line of the table: how rung `rung` did, beside the one before it and against rung 1."""
+    run, (title, adds, exact) = runs[rung], RUNGS[rung]
+    before = None
+    if rung:
+        same_requests = len(runs[rung - 1].outputs)
+        before = run.speed_on_first(same_requests) / runs[rung - 1].tokens_per_s
     ttft = metrics.distribution(run.ttft_s)
+    compare = _compare(model, prompts, run.outputs, runs[1].outputs) if exact else NOT_EXACT
     return {
         "rung": rung, "name": title, "adds": adds, "requests": len(run.outputs),
         "output_tokens": sum(map(len, run.outputs)), "tokens_per_s": run.tokens_per_s, "times_rung_before": before,
-        "ttft_p50_s": ttft["p50"], "ttft_p99_s": ttft["p99"], **run.details, **same,
+        "ttft_p50_s": ttft["p50"], "ttft_p99_s": ttft["p99"], **run.details, **compare,
+        "agreement_percent": 100 * agreement(run.outputs, runs[1].outputs),
     }
+
+
+def agreement(outputs: Sequence[Sequence[int]], reference: Sequence[Sequence[int]]) -> float:
+    """The share of the reference's tokens, of the requests that both ran, before the first that differs."""
+    pairs = list(zip(outputs, reference, strict=False))
+    same = sum(next(iter(first_divergence(got, want)), len(want)) for got, want in pairs)
+    return same / sum(len(want) for _, want in pairs)
 
 
 def _run_one_by_one(model, decode, prompts: Sequence[list[int]], max_tokens: int, bar) -> RungRun:
     """Serve the prompts in order, each by itself; all are taken to have arrived at the start."""
-    outputs, ttft, start = [], [], time.perf_counter()
+    outputs, ttft, ends, start = [], [], [], time.perf_counter()
     for prompt in prompts:
         tokens = []
         for token in decode(model, prompt, max_tokens, model.config.eos_token_id):
@@ -114,17 +139,17 @@ def _run_one_by_one(model, decode, prompts: Sequence[list[int]], max_tokens: int
                 ttft.append(time.perf_counter() - start)
             tokens.append(token)
         outputs.append(tokens)
+        ends.append(time.perf_counter() - start)
         bar.update(1)
-    return RungRun(outputs, time.perf_counter() - start, ttft, {})
-
-
-def _speed_on_first(run: RungRun, number: int) -> float:
-    """Tokens per second of a one-by-one run up to the end of its first `number` requests."""
-    if number >= len(run.outputs):
-        return run.tokens_per_s
-    # the next request's first token comes one prefill later than these end; the first prefill stands for it
-    seconds = run.ttft_s[number] - run.ttft_s[0]
-    return sum(map(len, run.outputs[:number])) / seconds
+    per_token = kv_bytes_per_token(model.config, native_format(model.dtype)) / 1e6
+    cached = decode is decode_cached  # one sequence at a time: the longest, and what its cache was sized for
+    details = {
+        "batch_rows": 1.0,
+        "idle_slot_steps": 0,
+        "kv_reserved_mb": cached * max(len(prompt) + max_tokens for prompt in prompts) * per_token,
+        "kv_used_mb": cached * max(len(p) + len(o) - 1 for p, o in zip(prompts, outputs, strict=True)) * per_token,
+    }
+    return RungRun(outputs, ends[-1], ttft, details, ends)
 
 
 def _run_engine(engine: Engine, prompts: Sequence[list[int]], max_tokens: int, bar) -> RungRun:
@@ -146,15 +171,6 @@ def _run_engine(engine: Engine, prompts: Sequence[list[int]], max_tokens: int, b
         "kv_used_mb": summary["kv"]["peak_used_tokens"] * per_token,
     }
     return RungRun([outputs[i] for i in ids], seconds, [r.first_token - r.arrival for r in records.requests], details)
-
-
-def _contiguous_kv(model, prompts, outputs, max_tokens: int) -> dict:
-    """The cache of one sequence alone at its fullest: the longest, and what it was sized for."""
-    per_token = kv_bytes_per_token(model.config, native_format(model.dtype)) / 1e6
-    return {
-        "kv_reserved_mb": max(len(prompt) + max_tokens for prompt in prompts) * per_token,
-        "kv_used_mb": max(len(p) + len(o) - 1 for p, o in zip(prompts, outputs, strict=True)) * per_token,
-    }
 
 
 def _compare(model, prompts, outputs, reference) -> dict:
