@@ -17,6 +17,9 @@ LADDER_COLUMNS = {
     "kv_used_mb": "used MB", "idle_slot_steps": "idle slot-steps", "identical": "same tokens",
     "agreement_percent": "agree %", "adds": "what it adds",
 }
+OVERHEAD_COLUMNS = {
+    "batch_rows": "rows", "queued": "queued", "step_ms": "step ms", "min_ms": "min", "max_ms": "max",
+}
 BENCH_COLUMNS = {
     "engine": "engine", "tokens_per_s": "tokens/s", "min": "min", "max": "max", "times_minillm": "minillm is x",
 }
@@ -26,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status. Errors a user can mend are one line on stderr, status 2."""
     parser = argparse.ArgumentParser(prog="minillm", description="LLM inference, built a rung at a time.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_generate, _add_ladder, _add_bench, _add_fetch):
+    for add in (_add_generate, _add_ladder, _add_bench, _add_overhead, _add_fetch):
         add(commands)
     arguments = parser.parse_args(argv)
     try:
@@ -142,6 +145,29 @@ def _bench(arguments) -> int:
     print(f"{arguments.workload} on {arguments.model}, {result.provenance.dtype}, {result.provenance.device}")
     print(text_table(result.rows, BENCH_COLUMNS))
     _write(arguments, result, {"device": result.provenance.device, "model": arguments.model, "rows": result.rows})
+    return 0
+
+
+# -- overhead -------------------------------------------------------------------------------------
+
+
+def _add_overhead(commands) -> None:
+    parser = commands.add_parser("overhead", help="the engine's own time and memory, without a model")
+    _add_outputs(parser)
+    parser.set_defaults(run=_overhead)
+
+
+def _overhead(arguments) -> int:
+    from minillm.measure.overhead import overhead
+    from minillm.show.tables import text_table
+
+    result = overhead()
+    print(result.provenance.device)
+    print(text_table([row for row in result.rows if "step_ms" in row], OVERHEAD_COLUMNS))
+    for row in result.rows:
+        if "served" in row:
+            print(f"after {row['served']:,} requests, Python's own memory peaked at {row['memory_kb']:,.0f} KB")
+    _write(arguments, result, {"device": result.provenance.device, "rows": result.rows})
     return 0
 
 

@@ -1,0 +1,13 @@
+"""The engine's own memory does not grow with the requests it has served."""
+
+from minillm.measure.overhead import memory_kb, step_seconds
+
+
+def test_memory_does_not_grow_over_a_thousand_requests():
+    peaks = memory_kb(32, (2_048, 3_072))  # by then every block of the pool is in the prefix index, and dicts are grown
+    assert peaks[3_072] < 1.03 * peaks[2_048]
+
+
+def test_a_step_is_timed_with_the_queue_it_names():
+    spread = step_seconds(batch=4, queued=10, steps=5, warmups=2)
+    assert spread.repeats == 5 and 0 < spread.min <= spread.median <= spread.max
