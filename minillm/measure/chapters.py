@@ -31,7 +31,8 @@ def measured(experiment: str, model, name: str, rows: list[dict], spread: Spread
 
 def warm_up(model, prompt_tokens: int = 32) -> None:
     """Let the allocator and the kernels see a prompt and a step before anything is timed."""
-    Engine(model, max_context=prompt_tokens + 16).generate([list(range(prompt_tokens))] * 2, SamplingParams(max_tokens=3))
+    prompts = [list(range(prompt_tokens))] * 2
+    Engine(model, max_context=prompt_tokens + 16).generate(prompts, SamplingParams(max_tokens=3))
 
 
 class NoForward:

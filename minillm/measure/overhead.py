@@ -18,7 +18,8 @@ SERVED = (960, 1_920, 3_840)  # whole batches
 
 
 def new_engine(max_batch: int) -> Engine:
-    return Engine(None, executor=NoForward(ModelConfig.preset(PRESET)), max_batch=max_batch, max_step_tokens=2048, records="summary")
+    executor = NoForward(ModelConfig.preset(PRESET))
+    return Engine(None, executor=executor, max_batch=max_batch, max_step_tokens=2048, records="summary")
 
 
 def overhead(steps: int = 200, warmups: int = 50) -> Measurement:
