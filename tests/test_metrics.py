@@ -7,7 +7,7 @@ from minillm.ladder.engine import Engine
 from minillm.ladder.records import Records, RequestRecord
 from minillm.ladder.request import SamplingParams
 from minillm.measure import metrics
-from minillm.measure.virtual import VirtualClock
+from minillm.measure.virtual import CostModel, VirtualClock, VirtualProposer, virtual_engine
 
 
 class Ticking:
@@ -218,3 +218,27 @@ def test_merged_servers_are_one_service():
     assert [step.start for step in merged.steps] == sorted(step.start for step in merged.steps)
     with pytest.raises(ValueError, match="records='all'"):
         metrics.merge([Records("summary")])
+
+
+def drafting_engine(acceptance, draft_length):
+    cost = CostModel(tiny_config(), "bf16", 0, 1e30, 1e30, 1e30, overhead_s=1.0)
+    return virtual_engine(cost, proposer=VirtualProposer(acceptance), draft_length=draft_length)
+
+
+def test_speculation_counts_what_was_accepted_and_kept():
+    engine = drafting_engine(acceptance=1.0, draft_length=6)
+    given = run(engine, [[1, 2, 3]], [20], stop_after=[4])  # one token, then the end is the 3rd of 6 accepted drafts
+    found = metrics.summary(engine.records)
+    assert given == found["output_tokens"] == 4
+    assert found["speculation"] == {
+        "drafted_tokens": 6, "accepted_tokens": 3, "acceptance_rate": 0.5, "tokens_per_round": 3.0,
+    }
+    assert (found["itl_per_step_s"]["n"], found["itl_per_token_s"]["n"]) == (1, 3)
+    assert found["itl_per_step_s"]["p50"] == 1.0 and found["itl_per_token_s"]["p50"] == pytest.approx(1 / 3)
+
+
+def test_without_drafts_acceptance_is_undefined():
+    engine = ticking_engine()
+    run(engine, [[1, 2]], [3])
+    found = metrics.summary(engine.records)["speculation"]
+    assert found["acceptance_rate"] is None and found["tokens_per_round"] is None

@@ -92,6 +92,7 @@ def summary(records: Records, block_size: int | None = None, price_per_hour: flo
         "batch": batch(records),
         "queue_depth": {"peak": records.peaks["waiting"], "mean": time_mean(records.steps, lambda s: s.waiting)},
         "kv": occupancy(records, block_size),
+        "speculation": speculation(records),
         "prompt_tokens": totals["prompt_tokens"],  # computed, each counted once
         "cached_prompt_tokens": totals["cached_tokens"],  # found in the prefix cache instead
         "prefix_hit_rate": _ratio(totals["cached_tokens"], totals["cached_tokens"] + totals["prompt_tokens"]),
@@ -129,7 +130,22 @@ def batch(records: Records) -> dict:
         "peak_rows": records.peaks["rows"],  # idle ones included
         "idle_row_steps": totals["idle_rows"],  # slots that a static batch held for requests that had ended
         "idle_share": _ratio(totals["idle_rows"], totals["rows"]),
-        "tokens_per_due_row": _ratio(totals["output_tokens"], totals["due_rows"]),  # above 1 under speculation
+    }
+
+
+def speculation(records: Records) -> dict:
+    """Drafts verified and accepted, their ratio, and tokens per round: the accepted ones and the target's own.
+
+    What was cut behind the end of an answer is in none of them.
+    """
+    totals = records.totals
+    rounds = sum(record.rounds for record in (*records.requests, *records.live.values()))
+    in_rounds = totals["output_tokens"] - (totals["due_rows"] - rounds)  # a row without drafts is given one token
+    return {
+        "drafted_tokens": totals["drafted_tokens"],
+        "accepted_tokens": totals["accepted_tokens"],
+        "acceptance_rate": _ratio(totals["accepted_tokens"], totals["drafted_tokens"]),
+        "tokens_per_round": _ratio(in_rounds, rounds) if records.mode == "all" else None,
     }
 
 

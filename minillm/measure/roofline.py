@@ -32,12 +32,12 @@ class StepShape:
     pairs: int  # (token, token that it sees)
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[int, int, bool]]) -> StepShape:
-        """From (position of the first token, tokens fed, whether logits are due) of each row."""
+    def of(cls, rows: Iterable[tuple[int, int, int]]) -> StepShape:
+        """From (position of the first token, tokens fed, how many of them need logits) of each row."""
         tokens = due = stored = pairs = 0
-        for start, count, is_due in rows:
+        for start, count, logits in rows:
             tokens += count
-            due += is_due
+            due += logits
             stored += start + count
             pairs += count * start + count * (count + 1) // 2
         return cls(tokens, due, stored, pairs)
@@ -45,7 +45,7 @@ class StepShape:
     @classmethod
     def decode(cls, contexts: Iterable[int]) -> StepShape:
         """A step that decodes one token for each of these contexts (tokens stored, the new one included)."""
-        return cls.of((context - 1, 1, True) for context in contexts)
+        return cls.of((context - 1, 1, 1) for context in contexts)
 
 
 @dataclass(frozen=True)

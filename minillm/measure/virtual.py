@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count, pairwise
+from itertools import count, pairwise, takewhile
 
 import torch
 
@@ -23,6 +23,8 @@ from minillm.ladder.continuous import Row, StepPlan
 from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import kv_bytes_per_token
 from minillm.ladder.records import Records, StepRecord
+from minillm.ladder.sampling import ACCEPT, uniform
+from minillm.ladder.speculative import Speculator
 from minillm.measure.roofline import StepShape, least_work, measure_ceilings, read_numbers
 from minillm.model.config import ModelConfig
 
@@ -107,39 +109,93 @@ REACHED_BANDWIDTH, REACHED_RATE = 0.85, 0.8
 GPU_OVERHEAD_S = 1e-3  # scheduling and launches of a step: a guess, which a fit replaces
 
 
+class VirtualProposer:
+    """Drafts that are each right with a given probability, as long as those before it are.
+
+    draft: the cost of the model that writes them; None for drafts that cost nothing (n-grams).
+    """
+
+    def __init__(self, acceptance: float, draft: CostModel | None = None) -> None:
+        self.acceptance, self.draft = acceptance, draft
+        self.bytes_per_token = kv_bytes_per_token(draft.config, draft.kv_format) if draft else 0
+        self.next_token = count(2 * GIVEN_TOKENS).__next__
+
+    def prepare(self, config: ModelConfig, num_blocks: int, block_size: int) -> None:
+        """Nothing to prepare."""
+
+    def propose(self, rows: Sequence[Row]) -> list[None]:
+        """Fill every row's drafts with tokens that occur nowhere else."""
+        for row in rows:
+            row.drafts[:] = [self.next_token() for _ in range(row.num_drafts)]
+        return [None] * len(rows)
+
+    def seconds(self, rows: Sequence[Row]) -> float:
+        """One forward of the draft model over what the target is fed too, and one for each further draft."""
+        longest = max(row.num_drafts for row in rows)
+        if self.draft is None or (not longest and all(len(row.tokens) == 1 for row in rows)):
+            return 0.0
+        fed = self.draft.seconds(StepShape.of((row.start, len(row.tokens), row.due) for row in rows))
+        further = (
+            StepShape.of((row.start + i, 1, 1) for row in rows if row.num_drafts > i) for i in range(1, longest)
+        )
+        return fed + sum(map(self.draft.seconds, further))
+
+    def accepted(self, row: Row) -> list[int]:
+        """The drafts of a row before its first wrong one; the same request draws the same in any company."""
+        request = row.request
+        draws = (uniform(request.seed, request.num_output + i, ACCEPT) < self.acceptance for i in count())
+        return [draft for draft, _ in zip(row.drafts, takewhile(bool, draws), strict=False)]
+
+
 class VirtualExecutor:
-    """Gives each due row a token that occurs nowhere else, once the step's time has passed.
+    """Gives each due row tokens that occur nowhere else, once the step's time has passed.
 
     prompts_received: a prompt's keys and values arrive from elsewhere with the request, so
     that only the last token of a row is computed, unless the row was preempted and lost them.
     """
 
-    def __init__(self, cost: CostModel, clock: VirtualClock, prompts_received: bool = False) -> None:
-        self.cost, self.clock, self.prompts_received = cost, clock, prompts_received
+    def __init__(
+        self,
+        cost: CostModel,
+        clock: VirtualClock,
+        prompts_received: bool = False,
+        proposer: VirtualProposer | None = None,
+    ) -> None:
+        self.cost, self.clock, self.prompts_received, self.proposer = cost, clock, prompts_received, proposer
         self.config = replace(cost.config, vocab_size=1 << 62, eos_token_id=())  # room for all tokens given
         self.next_token = count(GIVEN_TOKENS).__next__
 
     def run(self, plan: StepPlan) -> list[list[int]]:
-        """One new token for each due row."""
-        rows = ((row.start, len(row.tokens), row.due) for row in plan.rows)
-        if self.prompts_received:
-            rows = (computed_part(row) for row in plan.rows)
-        self.clock.advance(self.cost.seconds(StepShape.of(rows)))
-        return [[self.next_token()] for row in plan.rows if row.due]
+        """The new tokens of each due row: one, or the accepted drafts and one."""
+        if self.proposer:
+            self.proposer.propose(plan.rows)
+            self.clock.advance(self.proposer.seconds(plan.rows))
+        self.clock.advance(self.cost.seconds(StepShape.of(map(self._computed, plan.rows))))
+        due = [row for row in plan.rows if row.due]
+        return [[*(self.proposer.accepted(row) if row.drafts else ()), self.next_token()] for row in due]
+
+    def _computed(self, row: Row) -> tuple[int, int, int]:
+        """(start, tokens, logits) of what must be computed of a row."""
+        logits = row.due * (1 + len(row.drafts))
+        if self.prompts_received and row.start < row.request.num_prompt and not row.request.num_once_stored:
+            return (row.start + len(row.tokens) - 1, logits, logits) if row.due else (0, 0, 0)
+        return row.start, len(row.tokens) + len(row.drafts), logits
 
 
-def computed_part(row: Row) -> tuple[int, int, bool]:
-    """(start, tokens, due) of what must be computed of a row whose prompt was received."""
-    if row.request.num_once_stored:
-        return row.start, len(row.tokens), row.due
-    return row.start + len(row.tokens) - 1, int(row.due or row.idle), row.due
-
-
-def virtual_engine(cost: CostModel, prompts_received: bool = False, **settings) -> Engine:
+def virtual_engine(
+    cost: CostModel,
+    prompts_received: bool = False,
+    proposer: VirtualProposer | None = None,
+    draft_length: int = 4,
+    **settings,
+) -> Engine:
     """An engine on a virtual clock of its own; `settings` are the engine's."""
     clock = VirtualClock()
-    executor = VirtualExecutor(cost, clock, prompts_received)
-    return Engine(None, executor=executor, clock=clock, kv_format=cost.kv_format, **settings)
+    executor = VirtualExecutor(cost, clock, prompts_received, proposer)
+    speculator = Speculator(proposer, draft_length) if proposer else None
+    return Engine(
+        None, executor=executor, clock=clock, kv_format=cost.kv_format, speculator=speculator, **settings
+    )
 
 
 # -- fitting --------------------------------------------------------------------------------------
@@ -200,8 +256,9 @@ def minimise(loss, start: torch.Tensor) -> torch.Tensor:
 
 def shape_of(step: StepRecord) -> StepShape:
     """A recorded step's shape. Records keep no positions: each token is taken to see the rows' mean context."""
-    tokens = step.prompt_tokens + step.decode_tokens + step.recomputed_tokens + step.idle_rows
-    return StepShape(tokens, step.due_rows, step.kv_tokens, tokens * step.kv_tokens // step.rows)
+    fed = step.prompt_tokens + step.decode_tokens + step.recomputed_tokens
+    tokens = fed + step.drafted_tokens + step.idle_rows
+    return StepShape(tokens, step.due_rows + step.drafted_tokens, step.kv_tokens, tokens * step.kv_tokens // step.rows)
 
 
 def step_seconds(steps: Sequence[StepRecord]) -> list[float]:

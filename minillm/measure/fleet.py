@@ -1,0 +1,99 @@
+"""Several engines on virtual clocks: replicas behind a router, pools, and prefill apart from decoding.
+
+Every function returns one `RequestRecord` an item, in the items' order, from which
+`metrics.latencies` tells how one kind of customer fared. The engines' own records, merged by
+`metrics.merge`, tell how the hardware did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+
+from minillm.ladder.engine import Engine
+from minillm.ladder.quantized import kv_bytes_per_token
+from minillm.ladder.records import RequestRecord
+from minillm.measure.virtual import GIVEN_TOKENS
+from minillm.measure.workload import WorkItem
+
+Router = Callable[[Sequence[Engine], WorkItem], Engine]
+
+
+def least_loaded(engines: Sequence[Engine], item: WorkItem) -> Engine:
+    """The engine with the fewest requests on its hands."""
+    return min(engines, key=outstanding)
+
+
+def outstanding(engine: Engine) -> int:
+    """Requests that an engine was given and has not finished."""
+    stats = engine.stats()
+    return stats.waiting + stats.running + stats.arriving
+
+
+def round_robin() -> Router:
+    """Each engine in turn, whatever it has to do."""
+    turn = count()
+    return lambda engines, item: engines[next(turn) % len(engines)]
+
+
+def serve(engines: Sequence[Engine], items: Sequence[WorkItem], route: Router = least_loaded) -> list[RequestRecord]:
+    """The open loop over replicas: each request goes to one engine when it arrives, and stays there.
+
+    Raises RequestError if the chosen engine could never run it.
+    """
+    for index in sorted(range(len(items)), key=lambda i: items[i].arrival):
+        item = items[index]
+        for engine in engines:
+            run_until(engine, item.arrival)
+        route(engines, item).add(item.prompt_ids, item.params, request_id=index, arrival=item.arrival)
+    for engine in engines:
+        run_until(engine, float("inf"))
+    ended = {record.request_id: record for engine in engines for record in engine.records.requests}
+    return [ended[index] for index in range(len(items))]
+
+
+def run_until(engine: Engine, moment: float) -> None:
+    """Let an engine work until its clock has reached the moment, or it has nothing to do."""
+    while engine.has_work and engine.clock.now() < moment:
+        engine.step()
+
+
+def serve_disaggregated(
+    prefill: Sequence[Engine],
+    decode: Sequence[Engine],
+    items: Sequence[WorkItem],
+    transfer_bytes_per_s: float,
+    route: Router = least_loaded,
+) -> list[RequestRecord]:
+    """Prompts and first tokens on one pool, the rest on another, once the prompt's cache has been sent there.
+
+    The engines of `decode` are made with `prompts_received=True`, and with `max_step_tokens`
+    large enough to take a prompt in one step. A transfer takes its bytes over
+    `transfer_bytes_per_s`; transfers do not wait for one another (DistServe: Zhong et al., 2024).
+    """
+    firsts = serve(prefill, [replace(item, max_tokens=1, stop_after=None) for item in items], route)
+    token_bytes = kv_bytes_per_token(prefill[0].config, prefill[0].executor.cost.kv_format)
+    going_on = [index for index, item in enumerate(items) if item.output_tokens > 1]
+    handed_over = [
+        WorkItem(
+            arrival=firsts[index].finish + len(items[index].prompt_ids) * token_bytes / transfer_bytes_per_s,
+            prompt_ids=[*items[index].prompt_ids, GIVEN_TOKENS + index],
+            max_tokens=items[index].max_tokens - 1,
+            stop_after=items[index].stop_after and items[index].stop_after - 1,
+        )
+        for index in going_on
+    ]
+    rest = dict(zip(going_on, serve(decode, handed_over, route), strict=True))
+    return [joined(first, rest[i]) if i in rest else first for i, first in enumerate(firsts)]
+
+
+def joined(first: RequestRecord, rest: RequestRecord) -> RequestRecord:
+    """One request's life from its two halves."""
+    return replace(
+        first,
+        token_times=first.token_times + rest.token_times,
+        finish=rest.finish,
+        finish_reason=rest.finish_reason,
+        preemptions=first.preemptions + rest.preemptions,
+    )
