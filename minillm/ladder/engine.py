@@ -24,7 +24,7 @@ import torch
 from minillm.ladder.attention import StepAttention
 from minillm.ladder.continuous import ContinuousBatching, Scheduler, StepPlan, no_drafts
 from minillm.ladder.paged import BlockPool, Paged, Slots
-from minillm.ladder.quantized import KeyTransform, KVStorage, Rotation, kv_bytes_per_token, native_format
+from minillm.ladder.quantized import KeyTransform, KVStorage, default_transform, kv_bytes_per_token, native_format
 from minillm.ladder.records import Records
 from minillm.ladder.request import Completion, Request, RequestError, RequestId, SamplingParams, TokenEvent
 from minillm.ladder.sampling import hash_numbers, sample
@@ -124,8 +124,8 @@ class Engine:
     keys and values (1 GiB on a CPU; on a GPU 80 % of what is free after the weights).
     max_batch: rows in a step, at most `max_step_tokens`. max_step_tokens: the budget of
     tokens a step feeds. max_context: prompt and output of one request. key_transform: how
-    keys are made even before they are stored; "auto" rotates them for int4. speculator: who
-    drafts tokens, and how many.
+    keys are made even before they are stored; "auto" rotates them for fp8 and int4.
+    speculator: who drafts tokens, and how many.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class Engine:
             speculator.draft_length if speculator else no_drafts,
         )
         if key_transform == "auto":
-            key_transform = Rotation(config.head_dim, model.device) if kv_format == "int4" and model else None
+            key_transform = default_transform(config, kv_format, model.device) if model else None
         if proposer:
             proposer.prepare(config, pool.num_blocks, block_size)
         self.speculator = speculator

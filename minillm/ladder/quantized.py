@@ -186,6 +186,11 @@ class KeyTransform(Protocol):
         ...
 
 
+def default_transform(config: ModelConfig, kv_format: str, device: str | torch.device) -> KeyTransform | None:
+    """What needs no calibration and helps: a rotation for fp8 and int4. The steps of int8 are fine enough without."""
+    return Rotation(config.head_dim, device) if kv_format in ("fp8", "int4") else None
+
+
 class Rotation:
     """Turn q and k by one orthogonal matrix: q·k stays, and a large channel is spread over all.
 
@@ -220,12 +225,35 @@ class ChannelScaling:
         self.mean, self.scale = mean, scale
 
     @classmethod
-    def calibrate(cls, keys: Tensor) -> ChannelScaling:
-        """From keys [L, N, Hkv, D] of some text: each channel's mean and standard deviation."""
+    def calibrate(cls, keys: Tensor, queries: Tensor | None = None) -> ChannelScaling:
+        """From keys [L, N, Hkv, D] of some text: each channel's mean, and its largest distance from it as scale.
+
+        With the queries [L, N, Hq, D] of that text, scale = sqrt(largest distance / RMS query):
+        a channel that is asked for strongly is stored finely (as SmoothQuant does between
+        activations and weights: Xiao et al., 2023). A rotation afterwards evens out the rest.
+        """
         keys = keys.float()
-        return cls(keys.mean(1), keys.std(1).clamp_min(1e-6))
+        mean = keys.mean(1)  # [L, Hkv, D]
+        scale = (keys - mean[:, None]).abs().amax(1).clamp_min(1e-6)
+        if queries is not None:
+            grouped = queries.float().unflatten(2, (keys.shape[2], -1))  # [L, N, Hkv, G, D]
+            scale = (scale / grouped.square().mean((1, 3)).sqrt().clamp_min(1e-6)).sqrt()
+        return cls(mean, scale)
 
     def apply(self, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [N, Hq, D], k [N, Hkv, D] -> the same, scaled."""
         mean, scale = self.mean[layer].to(k.dtype), self.scale[layer].to(k.dtype)  # [Hkv, D]
         return q * scale.repeat_interleave(q.shape[1] // k.shape[1], dim=0), (k - mean) / scale
+
+
+class Chain:
+    """Several transforms, one after the other."""
+
+    def __init__(self, *transforms: KeyTransform) -> None:
+        self.transforms = transforms
+
+    def apply(self, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [N, Hq, D], k [N, Hkv, D] -> the same, transformed."""
+        for transform in self.transforms:
+            q, k = transform.apply(layer, q, k)
+        return q, k
