@@ -1,0 +1,304 @@
+# %% [markdown]
+# # 2 · Static batches
+#
+# A decode step reads all the weights to make one token. If eight requests are at that point, one reading can serve
+# all eight. This chapter puts requests into a batch (rung 2), measures what a step then costs, and shows what a
+# batch wastes when it must wait for its longest row.
+#
+# **You will learn**
+# - how several texts go through one forward pass without padding;
+# - what a step with 1, 2, 4 … 32 rows costs, and what bounds it;
+# - how to count idle slot-steps before running anything;
+# - what a slot reserves, and how little of that is used.
+#
+# **To run this page**: `make lab` in the repository, or `pip install -e ".[lab]"` and open the notebook. Chapter 1
+# comes first.
+
+# %%
+import os
+
+import torch
+
+import minillm
+from minillm import Engine, SamplingParams, metrics
+from minillm.ladder.attention import RowSpan, StepAttention
+from minillm.ladder.continuous import Scheduler
+from minillm.ladder.decode import decode_cached
+from minillm.ladder.engine import ModelExecutor
+from minillm.ladder.quantized import KVStorage, kv_bytes_per_token
+from minillm.ladder.static import StaticBatching
+from minillm.measure import chapters
+from minillm.measure.measurement import device_name
+from minillm.measure.prompts import CHAT_PROMPTS
+from minillm.measure.roofline import StepShape, least_work, measure_ceilings
+from minillm.measure.workload import articles_static
+from minillm.model.source import DEFAULT
+from minillm.show import plots
+from minillm.show.recorded import recorded
+from minillm.show.source import show_source
+from minillm.show.tables import text_table
+
+QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
+model = minillm.load_model(dtype="fp32")
+tokenizer = minillm.load_tokenizer()
+print(device_name(model.device))
+
+# %% [markdown]
+# ## A batch is a longer list
+#
+# The model takes a flat list of tokens, each with its position. Nothing in a linear layer or a norm asks which text
+# a token belongs to. Only attention must know, and attention is the cache's affair: it is told where each row
+# begins and where its keys and values are stored.
+#
+# So two prompts of different lengths go through one pass as one list. Nothing is padded.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+a, b = tokenizer.chat("What is the capital of France?"), tokenizer.chat("Name a colour.")
+storage = KVStorage(model.config, "fp32", 8 * 16 + 1, model.device)  # 8 blocks of 16 tokens, and one scratch slot
+rows = [RowSpan(start=0, count=len(a), block_table=[0, 1, 2]), RowSpan(start=0, count=len(b), block_table=[3, 4, 5])]
+step = StepAttention(storage, rows, 16, 8 * 16, model.config.query_group, model.dtype)
+last = step.first + step.count - 1  # the last token of each row
+with torch.inference_mode():
+    tokens = torch.tensor([*a, *b], device=model.device)  # [N]
+    logits = model.forward(tokens, step.positions.to(model.device), step, last.to(model.device))  # [2, V]
+together = logits.argmax(-1).tolist()
+apart = [next(decode_cached(model, prompt, 1)) for prompt in (a, b)]
+print(f"rows of {len(a)} and {len(b)} tokens: {len(tokens)} fed; with padding it would be {2 * max(len(a), len(b))}")
+print(f"next tokens: {[tokenizer.decode([token]) for token in together]}; as when alone: {together == apart}")
+
+# %% [markdown]
+# ## Predict
+#
+# One step for eight requests, each with 64 tokens of text. Compared with a step for one request:
+#
+# - how many times the bytes must be read?
+# - how many times the arithmetic must be done?
+# - so, how many times as long does the step take? Write that number down.
+
+# %%
+my_guess = None  # times as long, for 8 rows
+
+# %%
+# NBVAL_CHECK_OUTPUT
+works = {n: least_work(model.config, "fp32", StepShape.decode([64] * n), model.weight_bytes) for n in (1, 8, 32)}
+for n, work in works.items():
+    print(f"{n:>2} rows: {work.bytes / 1e6:.0f} MB to read ({work.bytes / works[1].bytes:.2f} times), "
+          f"{work.flops / 1e9:.2f} GFLOP to do ({work.flops / works[1].flops:.0f} times)")
+
+# %% [markdown]
+# The bytes hardly grow, the arithmetic grows with the rows. Which of the two decides depends on the device: on how
+# fast it reads, and how fast it multiplies. We measure both limits here and divide. The longer of the two times is
+# the least that a step can take.
+
+# %%
+limits = measure_ceilings(model.device, model.dtype)
+print(f"this device reads {limits.bytes_per_s / 1e9:.1f} GB/s and multiplies {limits.flops_per_s / 1e9:,.0f} GFLOP/s")
+for n, work in works.items():
+    read, multiply = work.bytes / limits.bytes_per_s, work.flops / limits.flops_per_s
+    print(f"{n:>2} rows: {read * 1e3:.1f} ms to read, {multiply * 1e3:.1f} ms to multiply: "
+          f"at least {limits.least_seconds(work) / limits.least_seconds(works[1]):.2f} times the step of one row")
+
+# %% [markdown]
+# ## Build
+#
+# Static batching decides who is in the batch, and when. It is all here: admit into an empty batch, let nobody leave
+# before the last has ended.
+
+# %%
+show_source(StaticBatching)
+
+# %% [markdown]
+# A row that has ended stays in every forward pass until the batch is over. It feeds its last token again and stores
+# nothing. That is what a padded batch does, and we count it as an **idle slot-step**. The scheduler plans such rows
+# first in this function; the rest of the function is the ordinary decode.
+
+# %%
+show_source(Scheduler._plan_decodes)
+
+# %% [markdown]
+# One step then runs like this: lay the rows end to end, one forward pass, one token for each row that is due. (Drafts
+# belong to chapter 6; until then there are none.)
+
+# %%
+show_source(ModelExecutor.run)
+
+# %% [markdown]
+# ## The same tokens
+#
+# Who shares the batch must not change what a request is told. Four prompts, alone (rung 1) and together (rung 2):
+
+# %%
+# NBVAL_CHECK_OUTPUT
+prompts = [tokenizer.chat(text) for text in CHAT_PROMPTS[:4]]
+alone = [list(decode_cached(model, prompt, 8, model.config.eos_token_id)) for prompt in prompts]
+engine = Engine(model, tokenizer, batching="static", kv="slots", max_batch=4)
+together = engine.generate(prompts, SamplingParams(max_tokens=8))
+for answer, tokens in zip(together, alone, strict=True):
+    print(answer.token_ids == tokens, repr(answer.text))
+
+# %% [markdown]
+# ## Measure: a step against its rows
+#
+# `step_time_by_rows` lets 1, 2, 4 … rows decode side by side and takes the median of the steps.
+
+# %%
+rows = (1, 2, 4, 8) if QUICK else (1, 2, 4, 8, 16, 32, 64, 128) if model.device.type == "cuda" else (1, 2, 4, 8, 16, 32)
+by_rows = chapters.step_time_by_rows(model, DEFAULT, rows, steps=8 if QUICK else 16)
+ROWS = {"rows": "rows", "step_ms": "step, ms", "min_ms": "least", "max_ms": "most", "tokens_per_s": "tokens/s",
+        "times_step": "step, times one row", "times_tokens": "tokens/s, times one row"}
+print(text_table(by_rows.rows, ROWS))
+
+# %%
+plots.tokens_per_s_curve(by_rows.rows)
+
+# %% [markdown]
+# The articles behind this course say: eight times the output for about 1.2 times the time of a step. Your device's
+# answer is in the row for 8. The dashed line is what rows would give if they cost nothing; the measured line bends
+# away from it where multiplying takes longer than reading.
+#
+# On other devices:
+
+# %%
+print(recorded("step_time_by_rows", ROWS))
+
+# %% [markdown]
+# ## Idle slot-steps
+#
+# Now the cost. A batch holds one request whose answer has 800 tokens, and seven whose answers have 40. Each answer
+# of n tokens takes part in n steps: the step that reads its prompt gives the first token. The batch lasts as long
+# as its longest row.
+#
+# How many slot-steps are there, and how many of them are idle? And for a pair of 80 and 800? Write it down.
+
+# %%
+my_guess = {"one of 800, seven of 40": None, "80 beside 800": None}
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def idle_slot_steps(answers):
+    return sum(max(answers) - answer for answer in answers)
+
+
+for answers in ([800, *[40] * 7], [80, 800]):
+    idle, all_steps = idle_slot_steps(answers), len(answers) * max(answers)
+    print(f"{answers}: {idle:,} of {all_steps:,} slot-steps are idle, {idle / all_steps:.0%}")
+
+# %% [markdown]
+# Let the scheduler do it. To count steps no model is needed: `NoForward` hands token 0 to every row that is due,
+# and the scheduler cannot tell. It is the real scheduler, so the count is exact, and it takes milliseconds.
+
+# %%
+show_source(chapters.NoForward, chapters.count)
+
+# %%
+# NBVAL_CHECK_OUTPUT
+for answers in ([800, *[40] * 7], [80, 800]):
+    records = chapters.count(model.config, articles_static(answers), batching="static", kv="slots", max_batch=8)
+    steps, found = records.totals["steps"], records.totals["idle_rows"]
+    as_predicted = found == idle_slot_steps(answers)
+    print(f"{answers}: {steps} steps, {found:,} idle slot-steps, as predicted: {as_predicted}")
+
+# %% [markdown]
+# The same with the model itself, at a twentieth of the length: one answer of 40 tokens, seven of 2.
+
+# %%
+short = articles_static(scale=0.05)
+engine_records = chapters.serve(model, short, batching="static", kv="slots", max_batch=8)
+
+# %%
+# NBVAL_CHECK_OUTPUT
+answers = [item.output_tokens for item in short]
+batch = metrics.summary(engine_records)["batch"]
+found = batch["idle_row_steps"]
+print(f"{answers}: {found} idle slot-steps, as predicted: {found == idle_slot_steps(answers)}")
+print(f"{batch['idle_share']:.0%} of all slot-steps; rows that worked, on average: {batch['mean_rows']:.2f} of 8")
+
+# %%
+plots.slot_timeline({"one answer of 40 tokens, seven of 2": engine_records}, unit="step")
+
+# %% [markdown]
+# ## What a slot reserves
+#
+# A slot is one contiguous run of memory for one request. Nobody can move it later, so it is sized at the start for
+# the longest that the request may become: its prompt and its `max_tokens`. The server does not know that seven of
+# these answers will end after two tokens.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+step = engine_records.steps[-1]  # the last step, when most is stored
+blocks = sum(-(-(len(item.prompt_ids) + item.max_tokens - 1) // 16) for item in short)  # whole blocks of 16 tokens
+print(f"reserved {step.blocks_live * 16} tokens, as predicted: {step.blocks_live == blocks}")
+print(f"used {step.kv_tokens}, which is {step.kv_tokens / (step.blocks_live * 16):.0%}")
+
+# %%
+token_mb = kv_bytes_per_token(model.config, "fp32") / 1e6
+print(f"in bytes: {step.blocks_live * 16 * token_mb:.1f} MB reserved, {step.kv_tokens * token_mb:.1f} MB used")
+
+# %% [markdown]
+# ## Where it loses: real questions
+#
+# Chat prompts have answers of very different lengths. We serve two batches of them and look at three things: the
+# idle share, the rows that worked on average, and the time to the first token of the second batch. It had to wait
+# for the longest answer of the first.
+
+# %%
+size, cap = (4, 16) if QUICK else (8, 64)
+prompts = [tokenizer.chat(CHAT_PROMPTS[i]) for i in range(2 * size)]
+engine = Engine(model, tokenizer, batching="static", kv="slots", max_batch=size, max_context=256)
+answers = engine.generate(prompts, SamplingParams(max_tokens=cap))
+summary = metrics.summary(engine.records)
+print("answers, tokens:", [len(answer.token_ids) for answer in answers])
+batch = summary["batch"]
+print(f"idle: {batch['idle_share']:.0%} of the slot-steps; rows that worked: {batch['mean_rows']:.1f} of {size}")
+for name, some in (("first", answers[:size]), ("second", answers[size:])):
+    times = metrics.distribution([answer.timing.ttft for answer in some])
+    print(f"time to first token, {name} batch: {times['p50']:.2f} s (median of {times['n']})")
+
+# %% [markdown]
+# It also loses where there is nothing to share: a batch of one is rung 1 with more book-keeping.
+#
+# ## What a production engine calls this
+#
+# | here | elsewhere |
+# |---|---|
+# | static batch | `model.generate` of transformers on a padded batch; request-level "dynamic batching" of a server |
+# | rows, slots | batch size; `--max-num-seqs` in vLLM and `--max-running-requests` in SGLang cap the rows of a step |
+# | idle slot-step | padding after the end of a sequence; "bubble" |
+# | reserved slot | what `max_length` allocates in a static cache (`cache_implementation="static"`) |
+#
+# Neither vLLM nor SGLang batches statically. The next chapter shows what they do.
+#
+# ## Claims of the ledger that this page touches
+#
+# The figures are those of this run, on the device named at the top.
+
+# %%
+eight = next(row for row in by_rows.rows if row["rows"] == 8)
+faster, longer = eight["times_tokens"], eight["times_step"]
+print(f"B1: 8 rows gave {faster:.1f} times the tokens/s; a step took {longer:.2f} times as long (claimed: 1.2)")
+print(f"B4: 800 beside seven of 40: {idle_slot_steps([800, *[40] * 7]):,} idle slot-steps;",
+      f"80 beside 800: {idle_slot_steps([80, 800])}")
+print(f"C3, slots: {1 - step.kv_tokens / (step.blocks_live * 16):.0%} of the reserved cache was empty at the last step")
+
+# %% [markdown]
+# ## Exercise
+#
+# You may sort the waiting requests by the length of their answers (suppose you knew it) and then cut them into
+# batches of four. How many idle slot-steps does sorting save? Fill in `sorted_idle`; the check counts with the
+# scheduler.
+
+# %%
+lengths = [3, 12, 5, 30, 8, 4, 20, 6, 2, 16, 9, 3, 25, 7, 5, 10]
+as_they_came = sum(idle_slot_steps(lengths[at : at + 4]) for at in range(0, 16, 4))
+sorted_idle = None  # your number
+
+
+def check(answer):
+    items = [item for at in range(0, 16, 4) for item in articles_static(sorted(lengths)[at : at + 4])]
+    right = chapters.count(model.config, items, batching="static", kv="slots", max_batch=4).totals["idle_rows"]
+    return "not answered yet" if answer is None else "right" if answer == right else "no: sort, cut into fours, count"
+
+
+print(f"as they came: {as_they_came} idle slot-steps. Sorted: {check(sorted_idle)}")
