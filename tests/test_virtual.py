@@ -14,6 +14,7 @@ from minillm.ladder.request import SamplingParams
 from minillm.measure import metrics
 from minillm.measure.fleet import least_loaded, round_robin, run_until, serve, serve_disaggregated
 from minillm.measure.roofline import StepShape, least_work, read_numbers
+from minillm.measure.simulation import worked_example_rows
 from minillm.measure.virtual import (
     DEVICES,
     CostModel,
@@ -335,3 +336,25 @@ def test_prefill_elsewhere_leaves_decoding_undisturbed():
                                 [virtual_engine(A100, prompts_received=True, **settings)], items, 50e9)
     slowest = [metrics.latencies(records)["itl_per_step_s"]["p99"] for records in (together, apart)]
     assert slowest[1] < slowest[0] / 2
+
+
+# -- the worked example ---------------------------------------------------------------------------
+
+
+def test_the_worked_example_in_rows():
+    rows = worked_example_rows(scale=0.05, requests=512, clients=300)
+    static, paged, eight_bit = rows
+    assert (static["fit_at_once"], paged["fit_at_once"]) == (111, 111) and eight_bit["fit_at_once"] in (219, 220)
+    assert static["mean_rows"] <= 8 < paged["mean_rows"] and static["times_first"] == 1.0
+    for better, worse in ((paged, static), (eight_bit, paged)):
+        assert better["tokens_per_s"] >= worse["tokens_per_s"]
+    for row in rows:
+        assert row["cost_per_million_output_tokens"] * row["tokens_per_s"] == pytest.approx(2.9 / 3600 * 1e6)
+
+
+def test_received_prompts_leave_the_worked_example_to_decoding():
+    loads = {"scale": 0.1, "requests": 64}
+    computed, received = (worked_example_rows(prompts_received=given, **loads) for given in (False, True))
+    assert received[1]["tokens_per_s"] > 1.5 * computed[1]["tokens_per_s"]
+    with pytest.raises(ValueError, match="unknown device 'cpu'; known: a100-80gb"):
+        worked_example_rows(device="cpu")
