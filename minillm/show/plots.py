@@ -171,8 +171,10 @@ def slot_timeline(
             ax.set_title(name)
         axes[-1, 0].set_xlabel("steps" if unit == "step" else "seconds")
         headline(figure, title or _timeline_title(drawn, unit))
-        keys = [Patch(color=darker(GREY), label="prefill"), Patch(color=GREY, label="decode"),
-                Patch(facecolor="white", edgecolor=GREY, hatch=HATCH, label="idle: held for a request that has ended")]
+        keys = [Patch(color=darker(GREY), label="prefill"), Patch(color=GREY, label="decode")]
+        if any(map(idle_time, drawn.values())):
+            idle = "idle: held for a request that has ended"
+            keys.append(Patch(facecolor="white", edgecolor=GREY, hatch=HATCH, label=idle))
         figure.legend(handles=keys, loc="outside lower center", ncols=3)
     return figure
 
@@ -195,7 +197,7 @@ def _draw_timeline(ax: Axes, segments: Sequence[Segment], longest: float, unit: 
     ax.annotate(f"{end:.0f} steps" if unit == "step" else f"{end:.1f} s", (end, 1), xytext=(4, 2),
                 xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=10)
     lines = 1 + max(segment.line for segment in segments)
-    ax.set(xlim=(0, longest * 1.06), ylim=(lines, 0), ylabel="slot", yticks=[line + 0.5 for line in range(lines)],
+    ax.set(xlim=(0, longest * 1.06), ylim=(lines, 0), ylabel="row", yticks=[line + 0.5 for line in range(lines)],
            yticklabels=range(1, lines + 1))
 
 
@@ -250,6 +252,11 @@ class PoolSnapshot:
         return sum(block.state == state for block in self.blocks)
 
     @property
+    def requests(self) -> int:
+        """Requests that hold blocks."""
+        return len({holder for block in self.blocks for holder in block.holders})
+
+    @property
     def shared(self) -> int:
         """Blocks that more than one request holds."""
         return sum(len(block.holders) > 1 for block in self.blocks)
@@ -293,8 +300,8 @@ def block_map(pools: Mapping[str, PoolSnapshot], title: str | None = None, colum
             ax.set(xlim=(-0.1, columns + 0.1), ylim=(rows + 0.1, -0.1), aspect="equal")
             ax.set_axis_off()
             ax.set_title(f"{name}: {_pool_line(pool)}")
-        if title:
-            headline(figure, title)
+        counts = ", ".join(f"{pool.requests} as {name}" for name, pool in pools.items())
+        headline(figure, title or f"Requests that one pool of {len(pool.blocks)} blocks holds: {counts}")
         keys = [Patch(color=COLOURS[0], label="holds tokens (number: request)"),
                 Patch(facecolor="white", edgecolor=COLOURS[0], hatch=HATCH, label="reserved, empty"),
                 Patch(facecolor="white", edgecolor="black", linewidth=2, label="shared by several"),
@@ -305,9 +312,8 @@ def block_map(pools: Mapping[str, PoolSnapshot], title: str | None = None, colum
 
 
 def _pool_line(pool: PoolSnapshot) -> str:
-    requests = len({holder for block in pool.blocks for holder in block.holders})
     share = pool.wasted_tokens / pool.reserved_tokens if pool.reserved_tokens else 0
-    return f"{requests} requests, {share:.0%} of what they hold is empty"
+    return f"{share:.0%} of what is held is empty"
 
 
 def _draw_block(ax: Axes, x: int, y: int, block: Block, block_size: int) -> None:
@@ -323,8 +329,11 @@ def _draw_block(ax: Axes, x: int, y: int, block: Block, block_size: int) -> None
     if len(block.holders) > 1:
         ax.add_patch(Rectangle(**box, fill=False, edgecolor="black", linewidth=2.2))
     label = f"×{len(block.holders)}" if len(block.holders) > 1 else f"{block.holders[0]}"
-    if block.filled > 0.6 * block_size:
-        ax.text(x + 0.5, y + 0.52, label, color=_ink(shade), fontsize=8, ha="center", va="center")
+    full = block.filled > 0.6 * block_size
+    paper = None if full else {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none"}
+    if block.filled:
+        ax.text(x + 0.5, y + 0.52, label, color=_ink(shade) if full else "black", fontsize=8, ha="center", va="center",
+                bbox=paper)
 
 
 # -- curves and bars ------------------------------------------------------------------------------
@@ -407,9 +416,12 @@ def bars(
             heights = [row[column] for row in rows]
             look = {"color": COLOURS[0]} if number == 0 else {
                 "facecolor": "white", "edgecolor": COLOURS[number], "hatch": (HATCH, "..")[(number - 1) % 2]}
-            ax.bar([str(row[label]) for row in rows], heights, bottom=bottoms, label=name, width=0.55, **look)
+            edges = [0.0 if height == 0 else 1.0 for height in heights]
+            names = [str(row[label]) for row in rows]
+            ax.bar(names, heights, bottom=bottoms, label=name, width=0.55, linewidth=edges, **look)
             bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
         ax.set(ylabel=y)
+        ax.margins(x=0.12, y=0.06)
         headline(figure, title)
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
