@@ -47,8 +47,8 @@ class FakeExecutor:
     """Runs plans on the fake model; each takes `seconds` of the clock.
 
     `say(request)`, where given, replaces the model's next token by tokens of the test's
-    choice: several are an accepted run. `error`, when set, is raised once, in mid-step,
-    with half of the rows written.
+    choice: several are an accepted run, and also the drafts where the plan has room for
+    some. `error`, when set, is raised once, in mid-step, with half of the rows written.
     """
 
     def __init__(
@@ -69,6 +69,8 @@ class FakeExecutor:
         assert plan.rows, "a step without rows: nobody gets on"
         assert all(row.start >= 0 and row.tokens for row in plan.rows), "a row that feeds nothing, or from nowhere"
         storing = [row for row in plan.rows if not row.idle]
+        for row in storing:
+            row.drafts = self.say(row.request)[: row.num_drafts] if row.num_drafts else []
         error, self.error = self.error, None
         for row in storing[: len(storing) // 2] if error else storing:
             self._write(row)
@@ -81,21 +83,30 @@ class FakeExecutor:
     def _write(self, row: Row) -> None:
         slots = self._slots(row)
         before = [self.store[slot] for slot in slots[: row.start]]
-        for slot, token in zip(slots[row.start :], row.tokens, strict=True):
+        for slot, token in zip(slots[row.start :], [*row.tokens, *row.drafts], strict=True):
             self.store[slot] = checksum(token, before)
             before.append(self.store[slot])
 
     def _next(self, row: Row) -> list[int]:
         if self.say:
-            return self.say(row.request)
+            return self.say(row.request)[: len(row.drafts) + 1 if row.drafts else None]
         *before, last = (self.store[slot] for slot in self._slots(row))
         assert last == checksum(row.tokens[-1], before), f"{row.request.id!r} reads what others wrote"
         return [last % VOCABULARY]
 
     def _slots(self, row: Row) -> list[int]:
         """Where the positions of a row are stored, from the first of its text to the last that it feeds."""
-        table, end = row.request.block_table, row.start + len(row.tokens)
+        table, end = row.request.block_table, row.span.start + row.span.count
         return [table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(end)]
+
+
+class NoProposer:
+    """For a `Speculator` on the fake model, which drafts what the test makes it say."""
+
+    bytes_per_token = 0
+
+    def prepare(self, config, num_blocks: int, block_size: int) -> None:
+        pass
 
 
 class FakeTokenizer:

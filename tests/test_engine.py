@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fakes import BLOCK_SIZE, FakeTokenizer, expected_output, fake_engine, outputs, steps
+from fakes import BLOCK_SIZE, FakeTokenizer, NoProposer, expected_output, fake_engine, outputs, steps
 
 from minillm.ladder.request import RequestError, SamplingParams
+from minillm.ladder.speculative import Speculator
 
 EVERY_POLICY = pytest.mark.parametrize(
     ("batching", "kv"),
@@ -369,6 +370,26 @@ def test_stop_strings(case, run, batching):
     assert answer.token_ids == [*range(1, number + 1)]  # up to the one that completed the stop
     assert engine.records.totals["output_tokens"] == number
     assert engine.stats().blocks_live == 0
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("max_tokens", [3, 20])
+def test_a_stop_string_inside_a_verified_run_cuts_the_answer_and_spoils_no_books(max_tokens, batching, kv):
+    """The first step says 1, the second 2 to 6, and so stores tokens behind the stop, which a static batch carries on."""
+
+    def say(request):
+        return counting(5 if request.num_output else 1)(request)
+
+    engine = fake_engine(say=say, tokenizer=FakeTokenizer(), batching=batching, kv=kv,
+                         speculator=Speculator(NoProposer(), 4))
+    engine.add("ab", params(max_tokens, stop=["cd"]), "cut")
+    engine.add("ab", params(20), "other")
+    assert outputs(steps(engine)) == {"cut": [1, 2, 3], "other": [*range(1, 21)]}
+    (record,) = (record for record in engine.records.requests if record.request_id == "cut")
+    assert (record.output_tokens, record.finish_reason) == (3, "stop")
+    assert engine.stats().blocks_live == 0
+    (answer,) = engine.generate(["ab"], params(max_tokens, stop=["cd"]))
+    assert (answer.text, answer.token_ids) == ("b", [1, 2, 3])
 
 
 def test_a_stop_string_ends_its_own_request_only():

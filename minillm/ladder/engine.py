@@ -283,7 +283,7 @@ class Engine:
                 if not request.finished:
                     self.scheduler.finish(request, "stop")
                 request.finish_reason = "stop"  # also where the cap fell on the same token
-                request.tokens = request.tokens[: request.num_tokens - len(tokens) + number]
+                request.cut = request.num_tokens - len(tokens) + number  # a static batch may go on feeding the rest
                 return tokens[:number], text
         return tokens, text + (stream.finish() if request.finished else "")
 

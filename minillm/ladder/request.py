@@ -96,6 +96,7 @@ class Request:
     block_table: list[int] = field(default_factory=list)
     prefix_nodes: list[int] = field(default_factory=list)  # of its full blocks, in the pool's prefix index
     finish_reason: str | None = None  # "stop" | "length" | "abort"
+    cut: int | None = None  # where a stop string ended the answer, if accepted drafts go on behind it
     timing: Timing | None = None  # once it has finished
 
     def __post_init__(self) -> None:
@@ -115,7 +116,7 @@ class Request:
 
     @property
     def output_ids(self) -> list[int]:
-        return self.tokens[len(self.prompt_ids) :]
+        return self.tokens[len(self.prompt_ids) : self.cut]
 
     @property
     def finished(self) -> bool:
