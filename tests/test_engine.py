@@ -375,7 +375,7 @@ def test_stop_strings(case, run, batching):
 @EVERY_POLICY
 @pytest.mark.parametrize("max_tokens", [3, 20])
 def test_a_stop_string_inside_a_verified_run_cuts_the_answer_and_spoils_no_books(max_tokens, batching, kv):
-    """The first step says 1, the second 2 to 6, and so stores tokens behind the stop, which a static batch carries on."""
+    """The second step says 2 to 6: what is behind the stop is stored, and a static batch keeps feeding it."""
 
     def say(request):
         return counting(5 if request.num_output else 1)(request)
