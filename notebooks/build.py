@@ -25,7 +25,7 @@ METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
-WIDGET = "application/vnd.jupyter.widget-view+json"  # holds a random id and nothing to look at
+WIDGET = "application/vnd.jupyter.widget-view+json"  # holds a random id, which means nothing to another kernel
 
 
 def convert(source: Path) -> NotebookNode:
@@ -52,7 +52,16 @@ def execute(notebook: NotebookNode, folder: Path, timeout: int = 1800) -> None:
     notebook.metadata = nbformat.from_dict(METADATA)
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
+            cell.outputs = [twin for output in cell.outputs if (twin := without_widget(output))]
+
+
+def without_widget(output: NotebookNode) -> NotebookNode | None:
+    """An output less its live widget: the static twin that a `Panel` carries, or nothing."""
+    data = output.get("data", {})
+    if data.pop(WIDGET, None) is None:
+        return output
+    data.pop("text/plain", None)  # how the widget would print
+    return output if data else None
 
 
 def build(source: Path) -> Path:

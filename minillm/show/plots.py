@@ -65,6 +65,14 @@ def headline(figure: Figure, text: str) -> None:
     figure.suptitle(textwrap.fill(text, letters), fontweight="bold", fontsize=12, x=0.01, ha="left")
 
 
+def note(text: str) -> Figure:
+    """A sentence where a picture would stand, because there is nothing to draw."""
+    with drawing(size=(9, 1.4)) as (figure, axes):
+        axes[0, 0].set_axis_off()
+        axes[0, 0].text(0, 0.5, textwrap.fill(text, 90), va="center", fontsize=12)
+    return figure
+
+
 def colour(number: int) -> str:
     """The colour of a request, a line or a bar; the first is number 1."""
     return COLOURS[(number - 1) % len(COLOURS)]
@@ -167,7 +175,8 @@ def slot_timeline(
     with drawing(len(runs), size=size, sharex=True, height_ratios=[2 + h for h in heights]) as (figure, axes):
         longest = max(segment.end for segments in drawn.values() for segment in segments)
         for ax, (name, segments) in zip(axes[:, 0], drawn.items(), strict=True):
-            _draw_timeline(ax, segments, longest, unit)
+            draw_timeline(ax, segments, longest)
+            _mark_end(ax, max(segment.end for segment in segments), unit)
             ax.set_title(name)
         axes[-1, 0].set_xlabel("steps" if unit == "step" else "seconds")
         headline(figure, title or _timeline_title(drawn, unit))
@@ -179,7 +188,8 @@ def slot_timeline(
     return figure
 
 
-def _draw_timeline(ax: Axes, segments: Sequence[Segment], longest: float, unit: str) -> None:
+def draw_timeline(ax: Axes, segments: Sequence[Segment], longest: float, lines: int | None = None) -> None:
+    """The bars alone, on axes of the caller's, over a time of `longest`; lines: None for as many as are used."""
     for run in _runs(segments):
         first, width = run[0], run[-1].end - run[0].start
         shade = colour(first.request)
@@ -192,13 +202,15 @@ def _draw_timeline(ax: Axes, segments: Sequence[Segment], longest: float, unit: 
         if first.kind == "decode" and width > 0.018 * longest:
             ax.text(first.start + width / 2, first.line + 0.5, first.request, color=_ink(shade), fontsize=9,
                     ha="center", va="center", clip_on=True)
-    end = max(segment.end for segment in segments)
+    lines = lines or 1 + max(segment.line for segment in segments)
+    ax.set(xlim=(0, longest * 1.06), ylim=(lines, 0), ylabel="row", yticks=[line + 0.5 for line in range(lines)],
+           yticklabels=range(1, lines + 1))
+
+
+def _mark_end(ax: Axes, end: float, unit: str) -> None:
     ax.axvline(end, color="black", linewidth=1, linestyle=":")
     ax.annotate(f"{end:.0f} steps" if unit == "step" else f"{end:.1f} s", (end, 1), xytext=(4, 2),
                 xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=10)
-    lines = 1 + max(segment.line for segment in segments)
-    ax.set(xlim=(0, longest * 1.06), ylim=(lines, 0), ylabel="row", yticks=[line + 0.5 for line in range(lines)],
-           yticklabels=range(1, lines + 1))
 
 
 def _runs(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
