@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -29,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status. Errors a user can mend are one line on stderr, status 2."""
     parser = argparse.ArgumentParser(prog="minillm", description="LLM inference, built a rung at a time.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_generate, _add_ladder, _add_bench, _add_overhead, _add_fetch):
+    for add in (_add_generate, _add_ladder, _add_measure, _add_bench, _add_overhead, _add_fetch):
         add(commands)
     arguments = parser.parse_args(argv)
     try:
@@ -96,7 +97,7 @@ def _add_ladder(commands) -> None:
 
 def _ladder(arguments) -> int:
     from minillm import load_model, load_tokenizer
-    from minillm.measure.experiments import MARGIN_TOLERANCE, ladder
+    from minillm.measure.rungs import MARGIN_TOLERANCE, ladder
     from minillm.show.tables import text_table
 
     if arguments.requests < 1 or arguments.max_tokens < 1:
@@ -117,6 +118,72 @@ def _ladder(arguments) -> int:
             )
     _write(arguments, result, {"device": result.provenance.device, "model": arguments.model, "rungs": rows})
     return 1 if any(row["identical"] is False for row in rows) else 0
+
+
+# -- measure --------------------------------------------------------------------------------------
+
+
+def _add_measure(commands) -> None:
+    parser = commands.add_parser("measure", help="run experiments; each result is written as soon as it is there")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="experiments; all of them if none is named")
+    parser.add_argument("--all", action="store_true", help="all of them")
+    parser.add_argument("--list", action="store_true", help="name them, with what each shows, and stop")
+    parser.add_argument("--quick", action="store_true", help="small sizes: all of them in minutes")
+    _add_model(parser)
+    parser.add_argument("--device", default="auto", help="as in load_model: auto, cpu, cuda (default: auto)")
+    parser.add_argument("--budget-s", type=float, metavar="S", help="for each: later rows are left out")
+    parser.add_argument("--resume", action="store_true", help="leave out what this commit has recorded already")
+    _add_outputs(parser)
+    parser.add_argument("--out", metavar="DIR", help="where to write (default: measurements/ in this folder)")
+    parser.set_defaults(run=_measure)
+
+
+def _measure(arguments) -> int:
+    from minillm.measure.experiments import EXPERIMENTS, find
+    from minillm.measure.measurement import MEASUREMENTS
+    from minillm.show.tables import text_table
+
+    if arguments.list:
+        rows = [{"name": e.name, "claims": " ".join(e.claims), "about": e.about} for e in EXPERIMENTS.values()]
+        print(text_table(rows, {"name": "experiment", "claims": "claims", "about": "what it shows"}))
+        return 0
+    if arguments.save and (arguments.quick or arguments.out):
+        raise ValueError("--save is for full sizes, in their own place: leave out --quick and --out")
+    names = list(EXPERIMENTS) if arguments.all or not arguments.names else [find(n).name for n in arguments.names]
+    root = MEASUREMENTS if arguments.save else Path(arguments.out or "measurements")
+    found, failed = _run_all(arguments, names, root)
+    if arguments.json:
+        done = [dataclasses.asdict(measurement) for measurement in found]
+        result = done[0] if len(names) == len(done) == 1 else {"measurements": done, "failed": failed}
+        _write_json(arguments.json, result)
+    return 1 if failed else 0
+
+
+def _run_all(arguments, names: list[str], root: Path) -> tuple[list, dict[str, str]]:
+    """Run them in turn, whatever becomes of each; the measurements, and what went wrong by name."""
+    from minillm.measure.experiments import recorded_here, run_experiment
+    from minillm.measure.setting import Setting
+    from minillm.show.recorded import heading
+    from minillm.show.tables import all_columns, text_table
+
+    setting = Setting(arguments.quick, arguments.model, arguments.device, progress=_bar, budget_s=arguments.budget_s)
+    found, failed = [], {}
+    for name in names:
+        if arguments.resume and recorded_here(name, setting, root):
+            print(f"{name}: this commit has it already\n")
+            continue
+        try:
+            outcome = run_experiment(name, setting)
+            path = outcome.measurement.save(root)
+        except Exception as error:  # one that fails must not take the others with it
+            failed[name] = f"{type(error).__name__}: {error}"
+            print(f"{name} failed: {failed[name]}\n", file=sys.stderr)
+            continue
+        found.append(outcome.measurement)
+        print(f"{name}: {heading(outcome.measurement)}")
+        print(text_table(outcome.measurement.rows, all_columns(outcome.measurement.rows)))
+        print(f"{outcome.report(arguments.budget_s)}; written to {path}\n", flush=True)
+    return found, failed
 
 
 # -- bench ----------------------------------------------------------------------------------------
@@ -202,10 +269,16 @@ def _add_outputs(parser) -> None:
 def _write(arguments, measurement, result: dict) -> None:
     if arguments.save:
         print(f"saved {measurement.save()}")
-    if arguments.json == "-":
+    if arguments.json:
+        _write_json(arguments.json, result)
+
+
+def _write_json(where: str, result: dict) -> None:
+    """One line on stdout for "-", else a file."""
+    if where == "-":
         print(json.dumps(result))
-    elif arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=1) + "\n")
+    else:
+        Path(where).write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _bar(label: str, total: int):

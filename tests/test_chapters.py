@@ -51,8 +51,8 @@ def test_a_timed_step_computes_what_it_says(model):
     assert chapters.one_recomputing_step(model, 9)().shape == ()
 
 
-def test_step_time_by_rows(model):
-    found = chapters.step_time_by_rows(model, "tiny", (1, 2, 4), prompt_tokens=5, steps=6)
+def test_batch_curve(model):
+    found = chapters.batch_curve(model, "tiny", (1, 2, 4), prompt_tokens=5, steps=6)
     check_times(found, "step_ms", "min_ms", "max_ms", "tokens_per_s")
     assert found.rows[0]["times_step"] == found.rows[0]["times_tokens"] == 1
     for row in found.rows:
@@ -111,6 +111,6 @@ def test_cost_of_blocks(model):
 
 
 def test_an_experiment_can_be_saved_and_read_back(model, tmp_path):
-    found = chapters.step_time_by_rows(model, "tiny", (1, 2), prompt_tokens=5, steps=4)
+    found = chapters.batch_curve(model, "tiny", (1, 2), prompt_tokens=5, steps=4)
     found.save(tmp_path)
-    assert Measurement.load(found.provenance.device, "step_time_by_rows", tmp_path) == found
+    assert Measurement.load(found.provenance.device, "batch_curve", tmp_path) == found

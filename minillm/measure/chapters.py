@@ -112,14 +112,15 @@ def one_cached_step(model, length: int):
 # -- 02: static batches ---------------------------------------------------------------------------
 
 
-def step_time_by_rows(
+def batch_curve(
     model, name: str, rows: Sequence[int] = (1, 2, 4, 8, 16, 32), prompt_tokens: int = 16, steps: int = 12
 ) -> Measurement:
     """A decode step's time, and the tokens per second it gives, against the rows that share it."""
     warm_up(model)
     table, spreads = [], []
     for number in rows:
-        engine = Engine(model, max_batch=number, max_context=prompt_tokens + steps + 2, prefix_cache=False)
+        engine = Engine(model, max_batch=number, max_context=prompt_tokens + steps + 2, prefix_cache=False,
+                        max_step_tokens=max(256, number * prompt_tokens))  # all prompts in one step
         draw = np.random.default_rng(number)
         items = [WorkItem(0.0, random_ids(draw, prompt_tokens, 1.0), steps + 2) for _ in range(number)]
         play(engine, items, clients=number)
@@ -133,7 +134,7 @@ def step_time_by_rows(
     for row in table:
         row["times_step"] = row["step_ms"] / table[0]["step_ms"]
         row["times_tokens"] = row["tokens_per_s"] / table[0]["tokens_per_s"]
-    return measured("step_time_by_rows", model, name, table, spreads[0])
+    return measured("batch_curve", model, name, table, spreads[0])
 
 
 # -- 03: continuous batching ----------------------------------------------------------------------

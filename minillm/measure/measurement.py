@@ -21,7 +21,9 @@ from statistics import median
 
 import torch
 
-MEASUREMENTS = Path("notebooks/measurements")
+CHECKOUT = Path(__file__).resolve().parent.parent.parent
+MEASUREMENTS = (CHECKOUT if (CHECKOUT / "notebooks").is_dir() else Path()) / "notebooks" / "measurements"
+VIRTUAL, EXACT = "virtual time", "arithmetic"  # in place of a device: simulated, and counted or reckoned
 
 
 class MeasurementError(ValueError):
@@ -140,8 +142,13 @@ def measurement_path(device: str, experiment: str, root: Path = MEASUREMENTS) ->
     return root / folder / f"{experiment}.json"
 
 
-def provenance(model: str, dtype: str, device: str | torch.device, seed: int, spread: Spread, **more) -> Provenance:
-    """The provenance of rows measured here and now; `spread` is that of their main figure."""
+def provenance(
+    model: str, dtype: str, device: str | torch.device, seed: int, spread: Spread | None, **more
+) -> Provenance:
+    """The provenance of rows measured here and now; `spread` is that of their main figure, None where none varies.
+
+    device: torch's name for it, or VIRTUAL or EXACT.
+    """
     return Provenance(
         device=device_name(device),
         driver=driver_version(device),
@@ -151,15 +158,17 @@ def provenance(model: str, dtype: str, device: str | torch.device, seed: int, sp
         commit=current_commit(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         seed=seed,
-        warmups=spread.warmups,
-        repeats=spread.repeats,
-        noise={"min": spread.min, "median": spread.median, "max": spread.max},
+        warmups=spread.warmups if spread else 0,
+        repeats=spread.repeats if spread else 1,
+        noise={"min": spread.min, "median": spread.median, "max": spread.max} if spread else None,
         **more,
     )
 
 
 def device_name(device: str | torch.device) -> str:
-    """The marketing name of a GPU, or of this machine's processor with the threads in use."""
+    """The marketing name of a GPU, or of this machine's processor with the threads in use; VIRTUAL, EXACT as given."""
+    if device in (VIRTUAL, EXACT):
+        return device
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -175,6 +184,8 @@ def _processor() -> str:
 
 def driver_version(device: str | torch.device) -> str:
     """The GPU's driver and CUDA; for a CPU the system's kernel and the widest vectors that PyTorch uses."""
+    if device in (VIRTUAL, EXACT):
+        return "none"
     if torch.device(device).type == "cuda":
         driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[:1]
         return f"{''.join(driver) or 'unknown'}, CUDA {torch.version.cuda}"

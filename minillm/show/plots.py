@@ -400,7 +400,7 @@ def cost_per_token(rows: Sequence[Mapping], title: str | None = None) -> Figure:
 
 
 def tokens_per_s_curve(rows: Sequence[Mapping], title: str | None = None, at: int = 8) -> Figure:
-    """Throughput and step time against the rows of a step, from rows of `chapters.step_time_by_rows`."""
+    """Throughput and step time against the rows of a step, from rows of `chapters.batch_curve`."""
     first, chosen = rows[0], next((row for row in rows if row["rows"] == at), rows[-1])
     xs, speeds = _columns(rows, "rows", "tokens_per_s")
     if title is None:

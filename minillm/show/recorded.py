@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from minillm.measure.measurement import Measurement
+from minillm.measure.measurement import MEASUREMENTS, Measurement
 from minillm.show.tables import text_table
 
-FROM_NOTEBOOKS = Path("measurements")  # a notebook runs in its own folder
 
-
-def recorded(experiment: str, columns: Mapping[str, str], root: Path = FROM_NOTEBOOKS) -> str:
+def recorded(experiment: str, columns: Mapping[str, str], root: Path = MEASUREMENTS) -> str:
     """A table for each device on which `experiment` was recorded; a line that says so where no GPU was among them."""
     runs = [
         Measurement.load(file.parent.name, experiment, root) for file in sorted(Path(root).glob(f"*/{experiment}.json"))

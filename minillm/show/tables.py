@@ -16,6 +16,12 @@ def text_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) ->
     return "\n".join(line.rstrip() for line in [lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
 
 
+def all_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Columns for `text_table`: every key whose values are single ones, under its own name without underscores."""
+    keys = dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, list | dict))
+    return {key: key.replace("_", " ") for key in keys}
+
+
 def cell(value: Any) -> str:
     """A value as a reader wants it: three significant digits, yes and no, a dash for nothing."""
     if value is None:

@@ -140,11 +140,11 @@ for answer, tokens in zip(together, alone, strict=True):
 # %% [markdown]
 # ## Measure: a step against its rows
 #
-# `step_time_by_rows` lets 1, 2, 4 … rows decode side by side and takes the median of the steps.
+# `batch_curve` lets 1, 2, 4 … rows decode side by side and takes the median of the steps.
 
 # %%
 rows = (1, 2, 4, 8) if QUICK else (1, 2, 4, 8, 16, 32, 64, 128) if model.device.type == "cuda" else (1, 2, 4, 8, 16, 32)
-by_rows = chapters.step_time_by_rows(model, DEFAULT, rows, steps=8 if QUICK else 16)
+by_rows = chapters.batch_curve(model, DEFAULT, rows, steps=8 if QUICK else 16)
 ROWS = {"rows": "rows", "step_ms": "step, ms", "min_ms": "least", "max_ms": "most", "tokens_per_s": "tokens/s",
         "times_step": "step, times one row", "times_tokens": "tokens/s, times one row"}
 print(text_table(by_rows.rows, ROWS))
@@ -160,7 +160,7 @@ plots.tokens_per_s_curve(by_rows.rows)
 # On other devices:
 
 # %%
-print(recorded("step_time_by_rows", ROWS))
+print(recorded("batch_curve", ROWS))
 
 # %% [markdown]
 # ## Idle slot-steps

@@ -1,0 +1,129 @@
+"""Experiments by name: each leaves a file that loads again, and none takes another with it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tiny import tiny_model
+
+from minillm.cli import main
+from minillm.measure import experiments
+from minillm.measure.experiments import EXPERIMENTS, Experiment, run_experiment
+from minillm.measure.measurement import Measurement, MeasurementError, measurement_path
+from minillm.measure.setting import Setting
+
+VOCABULARY = 49_152  # of the default model's tokenizer
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch, tmp_path):
+    """Every setting's model is tiny, every commit is known, and files go to a folder of the test's own."""
+    monkeypatch.setattr(Setting, "model", tiny_model(vocab_size=VOCABULARY))
+    monkeypatch.setattr("minillm.measure.measurement.current_commit", lambda: "abc")
+    monkeypatch.setattr("minillm.measure.experiments.current_commit", lambda: "abc")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_leaves_a_file_that_loads_again(name, tmp_path, smollm2_dir):
+    outcome = run_experiment(name, Setting(quick=True))
+    assert outcome.measurement.rows and outcome.seconds > 0
+    outcome.measurement.save(tmp_path)
+    again = Measurement.load(outcome.measurement.provenance.device, name, tmp_path)
+    assert json.dumps(again.rows) == json.dumps(outcome.measurement.rows)
+
+
+def fake(name: str, rows: int = 3) -> Experiment:
+    """An experiment whose rows are numbers, checked against the budget between one and the next."""
+
+    def run(setting):
+        shown = [{"number": number} for number in setting.each(name, range(rows))]
+        return Measurement(name, experiments.limits.chapters.provenance("m", "fp32", "cpu", 0, None), shown)
+
+    return Experiment(name, run, "numbers")
+
+
+def broken(setting):
+    raise RuntimeError("the device is on fire")
+
+
+@pytest.fixture
+def three(monkeypatch):
+    listed = {name: fake(name) for name in ("first", "last")}
+    listed = {"first": listed["first"], "broken": Experiment("broken", broken, "fails"), "last": listed["last"]}
+    monkeypatch.setattr(experiments, "EXPERIMENTS", listed)
+
+
+def files(folder) -> set[str]:
+    return {path.stem for path in folder.glob("*/*.json")}
+
+
+def test_one_that_fails_does_not_stop_the_others(three, tmp_path, capsys):
+    assert main(["measure", "--json", "-"]) == 1
+    said = capsys.readouterr()
+    assert files(tmp_path / "measurements") == {"first", "last"}
+    assert "broken failed: RuntimeError: the device is on fire" in said.err
+    result = json.loads(said.out.splitlines()[-1])
+    assert [m["experiment"] for m in result["measurements"]] == ["first", "last"]
+    assert list(result["failed"]) == ["broken"]
+
+
+def test_one_alone_prints_its_measurement_last(three, tmp_path, capsys):
+    assert main(["measure", "first", "--json", "-", "--out", str(tmp_path / "here")]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["rows"] == [{"number": 0}, {"number": 1}, {"number": 2}] and result["provenance"]["commit"] == "abc"
+    assert files(tmp_path / "here") == {"first"}
+
+
+def test_a_spent_budget_leaves_out_the_later_rows_and_says_so(three, capsys):
+    assert main(["measure", "first", "--budget-s", "0", "--json", "-"]) == 0
+    said = capsys.readouterr().out
+    assert json.loads(said.splitlines()[-1])["rows"] == [{"number": 0}]
+    assert "stopped at its budget of 0 s: rows are missing" in said
+
+
+def test_a_budget_that_cannot_be_kept_is_reported():
+    assert "past its budget of 1 s" in experiments.Outcome(None, 2.0, cut=False).report(1.0)
+
+
+def test_resume_leaves_out_what_this_commit_has(three, capsys, monkeypatch):
+    main(["measure", "first"])
+    main(["measure", "first", "last", "--resume"])
+    said = capsys.readouterr().out
+    assert "first: this commit has it already" in said and said.count("last: ") == 1
+    for commit in ("def", "abc-dirty"):
+        monkeypatch.setattr("minillm.measure.experiments.current_commit", lambda commit=commit: commit)
+        main(["measure", "first", "--resume"])
+        assert "already" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("names", [["nonsense"], ["first", "nonsense"]])
+def test_an_unknown_experiment_is_refused_before_any_runs(three, capsys, tmp_path, names):
+    assert main(["measure", *names]) == 2
+    assert "unknown experiment 'nonsense'; known: first, broken, last" in capsys.readouterr().err
+    assert not files(tmp_path / "measurements")
+
+
+def test_quick_rows_are_never_kept_among_the_recorded_ones(three, capsys):
+    assert main(["measure", "first", "--quick", "--save"]) == 2
+    assert "--save is for full sizes" in capsys.readouterr().err
+
+
+def test_rows_under_another_name_are_refused(monkeypatch):
+    monkeypatch.setitem(EXPERIMENTS, "one", Experiment("one", fake("two").run, "misnamed"))
+    with pytest.raises(MeasurementError, match="one returned the rows of 'two'"):
+        run_experiment("one", Setting())
+
+
+def test_the_list_names_them_all(capsys):
+    assert main(["measure", "--list"]) == 0
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]} == set(EXPERIMENTS)
+
+
+def test_measurements_lie_in_the_checkout_wherever_one_works(tmp_path):
+    """The notebooks run in their own folder, commands in another."""
+    from minillm.measure.measurement import CHECKOUT, MEASUREMENTS
+
+    assert MEASUREMENTS == CHECKOUT / "notebooks" / "measurements" and MEASUREMENTS.is_absolute()
+    assert measurement_path("cpu", "first").is_relative_to(CHECKOUT)
