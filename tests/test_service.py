@@ -1,0 +1,77 @@
+"""The service chapters' experiments and pictures: right by hand where a hand can, equal to the metrics elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tiny import tiny_model
+
+from minillm.measure import service
+from minillm.measure.roofline import Ceilings, StepWork, read_numbers
+from minillm.model.config import ModelConfig
+from minillm.show import service_plots
+
+VOCABULARY = 10_000  # random prompts draw ids below this
+LIMITS = Ceilings(bytes_per_s=1e15, flops_per_s=1e15)  # no tiny step comes near
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(vocab_size=VOCABULARY)
+
+
+def title_of(figure) -> str:
+    return figure.get_suptitle().replace("\n", " ")
+
+
+# --- 00: the machine --------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_bound_by_the_limit_that_takes_longer():
+    limits = Ceilings(bytes_per_s=10.0, flops_per_s=100.0)
+    assert service.bound_by(limits, StepWork(bytes=20.0, flops=100.0)) == "reading"
+    assert service.bound_by(limits, StepWork(bytes=5.0, flops=100.0)) == "multiplying"
+
+
+def test_roofline_steps_know_their_work_and_their_shares(model):
+    found = service.roofline_steps(model, "tiny", LIMITS, rows=(1, 4), prompts=(16,), context=16, steps=6)
+    one, four, prefill = found.rows
+    assert [row["tokens"] for row in found.rows] == [1, 4, 16]
+    assert four["gflop"] == pytest.approx(4 * one["gflop"]) and prefill["gflop"] > one["gflop"]
+    assert four["flop_per_byte"] > 3 * one["flop_per_byte"]
+    for row in found.rows:
+        seconds = row["step_ms"] / 1e3
+        assert row["mbu"] == pytest.approx(row["read_mb"] * 1e6 / seconds / 1e15)
+        assert row["mfu"] == pytest.approx(row["gflop"] * 1e9 / seconds / 1e15)
+        assert row["least_ms"] < row["step_ms"] and row["tokens_per_s"] == pytest.approx(row["tokens"] / seconds)
+    found.check()
+
+
+def test_a_narrow_model_has_as_many_layers_and_heads_and_fewer_weights():
+    config = ModelConfig.preset("smollm2-135m")
+    narrow = service.narrowed(config, 4)
+    assert (narrow.num_hidden_layers, narrow.num_attention_heads, narrow.num_key_value_heads) == (30, 9, 3)
+    assert read_numbers(narrow) < read_numbers(config) / 15
+    with pytest.raises(ValueError, match="576, 1536, 64 by 5"):
+        service.narrowed(config, 5)
+
+
+def test_mbu_falls_with_the_width(model):
+    wide = replace(model.config, hidden_size=256, intermediate_size=512, head_dim=32)
+    rows = service.mbu_by_width(tiny_model(**narrowable(wide)), "tiny", LIMITS, divisors=(1, 8)).rows
+    assert rows[0]["read_mb"] > 20 * rows[1]["read_mb"] and rows[0]["mbu"] > rows[1]["mbu"]
+
+
+def narrowable(config: ModelConfig) -> dict:
+    return {name: getattr(config, name) for name in ("hidden_size", "intermediate_size", "head_dim", "vocab_size")}
+
+
+def test_the_roofline_states_the_shares_of_its_ends():
+    limits = Ceilings(bytes_per_s=1e9, flops_per_s=1e10)
+    shared = {"gflop_per_s": 1.0, "kind": "decode"}
+    rows = [{"tokens": 1, "flop_per_byte": 0.5, "mbu": 0.5, "mfu": 0.025, **shared},
+            {**shared, "tokens": 64, "flop_per_byte": 30.0, "mbu": 0.1, "mfu": 0.7, "kind": "prefill"}]
+    expected = ("One decoded token uses 50% of the bandwidth and 2.5% of the matmul rate; "
+                "prefill of 64 tokens 10% and 70%")
+    assert title_of(service_plots.roofline(rows, limits)) == expected
