@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status. Errors a user can mend are one line on stderr, status 2."""
     parser = argparse.ArgumentParser(prog="minillm", description="LLM inference, built a rung at a time.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_generate, _add_ladder, _add_measure, _add_bench, _add_overhead, _add_fetch):
+    for add in (_add_generate, _add_ladder, _add_measure, _add_claims, _add_bench, _add_overhead, _add_fetch):
         add(commands)
     arguments = parser.parse_args(argv)
     try:
@@ -184,6 +184,39 @@ def _run_all(arguments, names: list[str], root: Path) -> tuple[list, dict[str, s
         print(text_table(outcome.measurement.rows, all_columns(outcome.measurement.rows)))
         print(f"{outcome.report(arguments.budget_s)}; written to {path}\n", flush=True)
     return found, failed
+
+
+# -- claims ---------------------------------------------------------------------------------------
+
+
+def _add_claims(commands) -> None:
+    parser = commands.add_parser("claims", help="what articles say of serving, and what was measured of it")
+    parser.add_argument("ids", nargs="*", metavar="ID", help="claims, such as A1; all of them if none is named")
+    parser.add_argument("--root", metavar="DIR", help="a folder of measurements (default: those of this checkout)")
+    parser.add_argument("--markdown", action="store_true", help="as the README's table")
+    parser.add_argument("--json", metavar="FILE", help="write the result there too; - prints it as the last line")
+    parser.set_defaults(run=_claims)
+
+
+def _claims(arguments) -> int:
+    from minillm.measure.claims import LEDGER, as_markdown, as_rows, find_all
+    from minillm.measure.measurement import MEASUREMENTS
+    from minillm.show.tables import cell
+
+    known = {claim.id: claim for claim in LEDGER}
+    for name in arguments.ids:
+        if name not in known:
+            raise ValueError(f"unknown claim {name!r}; known: {', '.join(known)}")
+    findings = find_all(arguments.root or MEASUREMENTS, tuple(known[name] for name in arguments.ids or known))
+    if arguments.markdown:
+        print(as_markdown(findings))
+    else:
+        for row in as_rows(findings):
+            print(f"{row['id']:>3}  {row['verdict'].upper()} on {cell(row['device'] or None)}\n     {row['claim']}")
+            print(f"     {row['measured']}\n")
+    if arguments.json:
+        _write_json(arguments.json, {"claims": as_rows(findings)})
+    return 0
 
 
 # -- bench ----------------------------------------------------------------------------------------

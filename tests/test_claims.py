@@ -1,0 +1,134 @@
+"""The ledger: every verdict follows the rows, and a contrary measurement flips it."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+
+import pytest
+
+from minillm.cli import main
+from minillm.measure.claims import LEDGER, as_markdown, as_rows, find_all
+from minillm.measure.experiments import EXPERIMENTS
+from minillm.measure.measurement import EXACT, VIRTUAL, Measurement, Provenance
+from minillm.measure.verdicts import CONDITION, HOLDS, NOT_HERE, NOT_MEASURED
+
+# For each claim that has a function: rows under which it holds, and one change that speaks against it, as
+# (number of the row, column, value). A claim whose function is added is to be added here too.
+CURVE = [{"rows": n, "step_ms": 10 + 0.1 * n, "tokens_per_s": n / (10 + 0.1 * n) * 1e3} for n in (1, 8, 32, 64)]
+PLANTED = {
+    "A4": (
+        [{"context_tokens": n, "recompute_ms": 1.0 * n, "cached_ms": 40 + n / 500} for n in (16, 64, 256, 1024)],
+        (3, "recompute_ms", 9000.0),
+    ),
+    "B1": (CURVE, (1, "step_ms", 80.0)),
+    "B2": (CURVE, (2, "tokens_per_s", 200.0)),
+    "B7": ([{"cv": cv, "times_tokens_per_s": 1 + cv} for cv in (0.0, 1.0, 2.0)], (0, "times_tokens_per_s", 1.2)),
+    "B8": (CURVE, (1, "tokens_per_s", 2000.0)),
+    "C3": (
+        [{"kv": "slots", "reserved_mb": 100.0, "wasted_share": 0.8, "mean_requests": 4.0},
+         {"kv": "paged", "reserved_mb": 90.0, "wasted_share": 0.05, "mean_requests": 20.0}],
+        (1, "wasted_share", 0.7),
+    ),
+    "C8": (
+        [{"case": case, "prompt_tokens": 1000, "found": found, "ttft_p50_ms": ms}
+         for case, found, ms in (("no sharing", 0, 90.0), ("shared prefix", 900, 20.0),
+                                 ("first token changed", 0, 91.0))],
+        (2, "found", 900),
+    ),
+}  # fmt: skip
+JUDGED = {claim.id: claim for claim in LEDGER if claim.judge}
+
+
+def source(device: str = "A GPU", driver: str = "1, CUDA 13") -> Provenance:
+    return Provenance(device, driver, "2", "bf16", "m", "abc", "2026-01-01", 0, 1, 3)
+
+
+def record(root, claim: str, rows: list[dict], **where) -> None:
+    Measurement(JUDGED[claim].experiment, source(**where), rows).save(root)
+
+
+def verdicts(root, claim: str) -> list[str]:
+    return [finding.verdict for finding in find_all(root, (JUDGED[claim],))]
+
+
+def test_every_judged_claim_has_an_experiment_and_a_planted_contrary_here():
+    assert set(PLANTED) == set(JUDGED)
+    assert all(claim.experiment for claim in JUDGED.values())
+
+
+def test_every_claim_is_there_once_and_no_experiment_names_another():
+    ids = [claim.id for claim in LEDGER]
+    numbers = {"A": 5, "B": 9, "C": 10, "D": 5, "E": 4, "F": 7, "G": 3}
+    assert ids == [f"{part}{n}" for part, last in numbers.items() for n in range(1, last + 1)]
+    named = [claim for experiment in EXPERIMENTS.values() for claim in experiment.claims]
+    assert len(named) == len(set(named)) and set(named) <= set(ids)
+
+
+@pytest.mark.parametrize("claim", PLANTED)
+def test_a_planted_contrary_measurement_flips_the_verdict(tmp_path, claim):
+    rows, (number, column, value) = PLANTED[claim]
+    record(tmp_path, claim, rows)
+    assert verdicts(tmp_path, claim) == [HOLDS]
+    contrary = deepcopy(rows)
+    assert column in contrary[number]
+    contrary[number][column] = value
+    record(tmp_path, claim, contrary)
+    assert verdicts(tmp_path, claim) == [NOT_HERE]
+
+
+@pytest.mark.parametrize("claim", PLANTED)
+def test_the_verdict_names_what_was_measured_or_what_is_missing(tmp_path, claim):
+    record(tmp_path, claim, PLANTED[claim][0])
+    (finding,) = find_all(tmp_path, (JUDGED[claim],))
+    assert any(character.isdigit() for character in finding.measured)
+    record(tmp_path, claim, [])
+    (finding,) = find_all(tmp_path, (JUDGED[claim],))
+    assert finding.verdict == NOT_MEASURED and JUDGED[claim].experiment in finding.measured
+
+
+def test_each_device_has_its_own_verdict(tmp_path):
+    rows, (number, column, value) = PLANTED["B1"]
+    record(tmp_path, "B1", rows)
+    contrary = deepcopy(rows)
+    contrary[number][column] = value
+    record(tmp_path, "B1", contrary, device="A CPU", driver="Linux, AVX2")
+    record(tmp_path, "B1", rows, device=VIRTUAL, driver="none")
+    record(tmp_path, "B1", rows, device=EXACT, driver="none")
+    found = {finding.kind: finding.verdict for finding in find_all(tmp_path, (JUDGED["B1"],))}
+    assert found == {"GPU": HOLDS, "CPU": NOT_HERE, VIRTUAL: HOLDS, EXACT: HOLDS}
+
+
+def test_a_condition_is_named(tmp_path):
+    record(tmp_path, "B1", [{"rows": 1, "step_ms": 10.0}, {"rows": 8, "step_ms": 25.0}])
+    (finding,) = find_all(tmp_path, (JUDGED["B1"],))
+    assert finding.verdict == CONDITION
+    assert finding.measured.endswith("condition: a step of eight takes 2.50 times as long")
+
+
+def test_a_file_that_is_refused_settles_nothing(tmp_path):
+    record(tmp_path, "B1", CURVE)
+    (path,) = tmp_path.glob("*/*.json")
+    path.write_text(path.read_text().replace('"commit": "abc"', '"commit": ""'))
+    (finding,) = find_all(tmp_path, (JUDGED["B1"],))
+    assert finding.verdict == NOT_MEASURED and "no commit is named" in finding.measured
+
+
+def test_without_files_every_claim_says_what_to_run(tmp_path, capsys):
+    assert main(["claims", "--root", str(tmp_path), "--json", "-"]) == 0
+    claims = json.loads(capsys.readouterr().out.splitlines()[-1])["claims"]
+    assert len(claims) == len(LEDGER) and {claim["verdict"] for claim in claims} == {NOT_MEASURED}
+    assert all(claim["measured"] for claim in claims)
+
+
+def test_the_table_has_a_line_for_each_finding(tmp_path, capsys):
+    record(tmp_path, "C3", PLANTED["C3"][0])
+    assert main(["claims", "C3", "B1", "--root", str(tmp_path), "--markdown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and "GPU: A GPU" in lines[2] and lines[2].endswith("| holds |") and "| C3 |" in lines[2]
+    assert as_markdown(find_all(tmp_path)).count("\n") == 1 + len(as_rows(find_all(tmp_path)))
+
+
+def test_an_unknown_claim_is_refused(capsys):
+    assert main(["claims", "Z9"]) == 2
+    assert "unknown claim 'Z9'; known: A1, A2" in capsys.readouterr().err
