@@ -16,13 +16,45 @@ from minillm.measure.verdicts import CONDITION, HOLDS, NOT_HERE, NOT_MEASURED
 # For each claim that has a function: rows under which it holds, and one change that speaks against it, as
 # (number of the row, column, value). A claim whose function is added is to be added here too.
 CURVE = [{"rows": n, "step_ms": 10 + 0.1 * n, "tokens_per_s": n / (10 + 0.1 * n) * 1e3} for n in (1, 8, 32, 64)]
+LOTS = [
+    *({"phase": "prefill", "rows": n, "tokens_each": tokens, "tokens_per_s": rate, "mfu": rate / 2e4, "mbu": 0.1}
+      for n, tokens, rate in ((1, 64, 5e3), (1, 2048, 1.5e4), (8, 64, 1.4e4))),
+    *({"phase": "decode", "rows": n, "tokens_each": 1, "tokens_per_s": 100.0 * n, "mfu": 0.01 * n, "mbu": 0.8}
+      for n in (1, 8)),
+]  # fmt: skip
+IDLE = [
+    {"case": case, "batching": batching, "steps": 900, "idle_slot_steps": idle, "idle_share": share,
+     "empty_while_waiting": 0}
+    for case, batching, idle, share in (
+        ("80 beside 800 tokens", "static", 720, 0.45), ("80 beside 800 tokens", "continuous", 0, 0.0),
+        ("one of 800, seven of 40", "static", 5320, 0.83), ("one of 800, seven of 40", "continuous", 0, 0.0),
+    )
+]  # fmt: skip
 PLANTED = {
+    "A1": (
+        [{"layers": n, "weight_mb": 10.0 * n, "step_ms": 1.0 * n, "mbu": 0.9, "mfu": 0.02} for n in (32, 16, 4)],
+        (0, "mbu", 0.2),
+    ),
+    "A2": (LOTS, (2, "tokens_per_s", 9e4)),
+    "A3": (LOTS, (4, "tokens_per_s", 300.0)),
+    "A5": (
+        [{"rows": n, "gauge": "NVML utilisation", "busy_percent": 97.0, "tokens_per_s": 50.0 * n, "mfu": 0.01 * n}
+         for n in (1, 64)],
+        (0, "busy_percent", 20.0),
+    ),
     "A4": (
         [{"context_tokens": n, "recompute_ms": 1.0 * n, "cached_ms": 40 + n / 500} for n in (16, 64, 256, 1024)],
         (3, "recompute_ms", 9000.0),
     ),
     "B1": (CURVE, (1, "step_ms", 80.0)),
     "B2": (CURVE, (2, "tokens_per_s", 200.0)),
+    "B4": (IDLE, (0, "idle_slot_steps", 0)),
+    "B5": (IDLE, (3, "empty_while_waiting", 5)),
+    "B6": (
+        [{"part": part, "setup": setup, "times_static": times} for part in ("whole run", "answers only")
+         for setup, times in (("continuous, slots", 1.5), ("continuous, paged", 2.5))],
+        (1, "times_static", 0.9),
+    ),
     "B7": ([{"cv": cv, "times_tokens_per_s": 1 + cv} for cv in (0.0, 1.0, 2.0)], (0, "times_tokens_per_s", 1.2)),
     "B8": (CURVE, (1, "tokens_per_s", 2000.0)),
     "C3": (

@@ -11,6 +11,7 @@ from minillm.cli import main
 from minillm.measure import experiments
 from minillm.measure.experiments import EXPERIMENTS, Experiment, run_experiment
 from minillm.measure.measurement import Measurement, MeasurementError, measurement_path
+from minillm.measure.roofline import Ceilings
 from minillm.measure.setting import Setting
 
 VOCABULARY = 49_152  # of the default model's tokenizer
@@ -20,6 +21,7 @@ VOCABULARY = 49_152  # of the default model's tokenizer
 def tiny(monkeypatch, tmp_path):
     """Every setting's model is tiny, every commit is known, and files go to a folder of the test's own."""
     monkeypatch.setattr(Setting, "model", tiny_model(vocab_size=VOCABULARY))
+    monkeypatch.setattr(Setting, "ceilings", Ceilings(1e15, 1e15))  # out of reach: such a model fits into a cache
     monkeypatch.setattr("minillm.measure.measurement.current_commit", lambda: "abc")
     monkeypatch.setattr("minillm.measure.experiments.current_commit", lambda: "abc")
     monkeypatch.chdir(tmp_path)

@@ -42,8 +42,13 @@ EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
         Experiment("ladder", rungs.ladder_experiment, "every rung on the same prompts", (), 20),
+        Experiment("decode_step", limits.decode_step, "a step of one row against the bytes that it reads", ("A1",)),
+        Experiment("prefill", limits.prefill, "prompts by length and number, beside decoding", ("A2", "A3")),
         Experiment("cost_by_length", limits.cost_by_length, "a token behind a text of so many", ("A4",), 5),
-        Experiment("batch_curve", batching.batch_curve, "a step's time by its rows", ("B1", "B2", "B3", "B8"), 5),
+        Experiment("utilisation", limits.utilisation, "what the usual gauge reads at batch 1 and 64", ("A5",), 8),
+        Experiment("batch_curve", batching.batch_curve, "a step's time by its rows", ("B1", "B2", "B8"), 5),
+        Experiment("idle_slots", batching.idle_slots, "slots held by nobody, counted", ("B4", "B5")),
+        Experiment("continuous_vs_static", batching.continuous_vs_static, "chat lengths in equal memory", ("B6",), 30),
         Experiment("gain_by_spread", batching.gain_by_spread, "continuous over static by spread", ("B7",), 5),
         Experiment("stall_by_chunking", batching.stall_by_chunking, "one long prompt among streams", (), 5),
         Experiment("memory_by_policy", memory.memory_by_policy, "slots and pages in the same bytes", ("C3",), 5),

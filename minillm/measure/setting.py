@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
-from minillm.measure.roofline import Ceilings, measure_ceilings
+from minillm.ladder.quantized import native_format
+from minillm.measure.roofline import Ceilings, StepShape, least_work, measure_ceilings
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.source import DEFAULT
@@ -81,6 +82,15 @@ class Setting:
     def ceilings(self) -> Ceilings:
         """Bandwidth and matmul rate of the device, measured once."""
         return measure_ceilings(self.model.device, self.model.dtype)
+
+    def shares(self, shape: StepShape, seconds: float) -> dict[str, float]:
+        """What a step of the timed model took, beside the least that it needs: MBU and MFU (`roofline.py`)."""
+        model = self.timed_model
+        work = least_work(model.config, native_format(model.dtype), shape, model.weight_bytes)
+        return {
+            "least_ms": self.ceilings.least_seconds(work) * 1e3,
+            "mbu": self.ceilings.mbu(work, seconds), "mfu": self.ceilings.mfu(work, seconds),
+        }
 
     def size(self, quick: Item, full: Item, gpu: Item | None = None) -> Item:
         """The size to run at: `gpu` on a GPU if given, `full` elsewhere, `quick` on request."""

@@ -54,6 +54,46 @@ def column(rows: Rows, name: str) -> list:
 # -- A: why decode is slow ------------------------------------------------------------------------
 
 
+def a1(rows: Rows) -> Verdict:
+    """One row's step reads at half of the bandwidth or more, uses at most a third as much of the arithmetic, and an
+    eighth of the layers takes less time than all in at least half the proportion of their bytes. Below 80 % of the
+    bandwidth the rest is named as the condition."""
+    column(rows, "step_ms")
+    whole, part = rows[0], rows[-1]
+    bytes_ratio, time_ratio = whole["weight_mb"] / part["weight_mb"], whole["step_ms"] / part["step_ms"]
+    measured = (
+        f"{whole['weight_mb']:,.0f} MB in {whole['step_ms']:.3g} ms: {whole['mbu']:.0%} of the bandwidth, "
+        f"{whole['mfu']:.0%} of the arithmetic; {bytes_ratio:.1f} times the bytes take {time_ratio:.1f} times the time"
+    )
+    bound = whole["mbu"] >= 0.5 and whole["mfu"] <= whole["mbu"] / 3 and time_ratio >= bytes_ratio / 2
+    return judged(bound, measured, f"{1 / whole['mbu']:.2f} times the bare read" if whole["mbu"] < 0.8 else "")
+
+
+def a2(rows: Rows) -> Verdict:
+    """The longest prompt alone needs more of the arithmetic than of the bandwidth, half of it or more (the condition:
+    less), and no lot of prompts is computed at more than 1.25 times its rate."""
+    alone = [row for row in rows if row["phase"] == "prefill" and row["rows"] == 1]
+    column(alone, "tokens_per_s")
+    long, best = max(alone, key=lambda row: row["tokens_each"]), max(row["tokens_per_s"] for row in rows)
+    measured = (
+        f"one prompt of {long['tokens_each']:,} tokens: {long['mfu']:.0%} of the arithmetic, {long['mbu']:.0%} of the "
+        f"bandwidth, {long['tokens_per_s']:,.0f} tokens/s; the best of all lots {best:,.0f}"
+    )
+    saturated = long["mfu"] > long["mbu"] and best <= 1.25 * long["tokens_per_s"]
+    return judged(saturated, measured, "the kernels reach less than half of a large product's rate"
+                  if long["mfu"] < 0.5 else "")
+
+
+def a3(rows: Rows) -> Verdict:
+    """Eight in place of one speed up decoding at least twice as much as they speed up prefill."""
+    gains = {}
+    for phase, tokens in (("prefill", find(rows, phase="prefill", rows=8)["tokens_each"]), ("decode", 1)):
+        one, eight = (find(rows, phase=phase, rows=number, tokens_each=tokens) for number in (1, 8))
+        gains[phase] = eight["tokens_per_s"] / one["tokens_per_s"]
+    measured = f"8 rows give {gains['decode']:.1f} times the tokens/s in decoding, {gains['prefill']:.2f} in prefill"
+    return judged(gains["decode"] >= 2 * gains["prefill"], measured)
+
+
 def a4(rows: Rows) -> Verdict:
     """A prompt's time grows at most as length to the 1.3 and at least as 0.7; a token costs at most 1.5 times the
     cheapest behind any length. Where the second ends is the condition."""
@@ -70,6 +110,20 @@ def a4(rows: Rows) -> Verdict:
     )
     cheap = dear is None or dear["context_tokens"] >= 512
     return judged(0.7 <= power <= 1.3 and cheap, measured, f"up to about {dear['context_tokens']:,}" if dear else "")
+
+
+def a5(rows: Rows) -> Verdict:
+    """At 64 rows the gauge reads within 15 points of what it reads at one, while tokens/s are at least 4 times as many
+    and at one row less than a third of the arithmetic is used. Any gauge but NVML's is the condition."""
+    one, many = find(rows, rows=1), find(rows, rows=64)
+    column(rows, "busy_percent")
+    gain = many["tokens_per_s"] / one["tokens_per_s"]
+    measured = (
+        f"{one['gauge']} {one['busy_percent']:.0f} % at one row and {many['busy_percent']:.0f} % at 64, which give "
+        f"{gain:.1f} times the tokens/s; {one['mfu']:.1%} and {many['mfu']:.1%} of the arithmetic"
+    )
+    blind = abs(one["busy_percent"] - many["busy_percent"]) <= 15 and gain >= 4 and one["mfu"] < 1 / 3
+    return judged(blind, measured, "" if "NVML" in one["gauge"] else f"the gauge is {one['gauge']}, not NVML's")
 
 
 def _power(x0: float, x1: float, y0: float, y1: float) -> float:
@@ -104,6 +158,39 @@ def b8(rows: Rows) -> Verdict:
     best, number = max((row["tokens_per_s"] / row["rows"], row["rows"]) for row in rows if row["rows"] > 1)
     measured = f"alone {alone:.3g} tokens/s; at best {best:.3g} in company, among {number}"
     return judged(best <= 1.05 * alone, measured)
+
+
+def b4(rows: Rows) -> Verdict:
+    """An 80-token answer beside one of 800 leaves exactly 720 idle slot-steps; seven of 40 beside one, most."""
+    pair = find(rows, case="80 beside 800 tokens", batching="static")
+    eight = find(rows, case="one of 800, seven of 40", batching="static")
+    measured = (
+        f"{pair['idle_slot_steps']} idle slot-steps; with seven of 40 beside one of 800, {eight['idle_slot_steps']:,}, "
+        f"{eight['idle_share']:.0%} of all"
+    )
+    return judged(pair["idle_slot_steps"] == 720 and eight["idle_share"] > 0.5, measured)
+
+
+def b5(rows: Rows) -> Verdict:
+    """In no continuous run is a slot held by a finished request, or empty while a request waits."""
+    continuous = [row for row in rows if row["batching"] == "continuous"]
+    column(continuous, "steps")
+    idle, empty = (sum(row[name] for row in continuous) for name in ("idle_slot_steps", "empty_while_waiting"))
+    static = sum(row["idle_slot_steps"] for row in rows if row["batching"] == "static")
+    return judged(idle == empty == 0, f"{idle} idle slot-steps and {empty} empty ones while somebody waited; "
+                                      f"static batches: {static:,} idle")
+
+
+def b6(rows: Rows) -> Verdict:
+    """In the same bytes, with paging, at least 2 times static's tokens/s; from 1.2 times on with a condition."""
+    whole, answers = (find(rows, part=part, setup="continuous, paged") for part in ("whole run", "answers only"))
+    slots = find(rows, part="whole run", setup="continuous, slots")["times_static"]
+    measured = (
+        f"{whole['times_static']:.2f} times static in the whole run ({slots:.2f} with slots), "
+        f"{answers['times_static']:.2f} for answers alone"
+    )
+    condition = "" if whole["times_static"] >= 2 else "prompts, which no policy speeds up, dilute it"
+    return judged(whole["times_static"] >= 1.2, measured, condition)
 
 
 def b7(rows: Rows) -> Verdict:
