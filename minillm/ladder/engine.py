@@ -16,6 +16,7 @@ import heapq
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Literal, Protocol
 
@@ -28,7 +29,7 @@ from minillm.ladder.quantized import KeyTransform, KVStorage, default_transform,
 from minillm.ladder.records import Records
 from minillm.ladder.request import Completion, Request, RequestError, RequestId, SamplingParams, TokenEvent
 from minillm.ladder.sampling import hash_numbers, sample
-from minillm.ladder.speculative import Proposer, Speculator, verify
+from minillm.ladder.speculative import Proposer, Speculator, check_vocabularies, verify
 from minillm.ladder.static import StaticBatching
 from minillm.model.config import ModelConfig
 
@@ -95,7 +96,9 @@ class ModelExecutor:
         behind = cache.first + cache.count  # [B]
         wanted = [torch.arange(behind[b] - len(rows[b].drafts) - 1, behind[b]) for b in due]
         logit_rows = torch.cat(wanted or [behind[:0]]).to(device)  # [R] each due row's newest token and its drafts
-        logits = self.model.forward(tokens, cache.positions.to(device), cache, logit_rows)  # [R, V]
+        observe = getattr(self.proposer, "observe", None)  # a drafter that reads the target's hidden states
+        shown = {"observe": partial(observe, rows, cache.new_slots)} if observe else {}
+        logits = self.model.forward(tokens, cache.positions.to(device), cache, logit_rows, **shown)  # [R, V]
         if any(row.drafts for row in rows):
             return verify([rows[b] for b in due], logits, [proposed[b] for b in due])
         requests = [rows[b].request for b in due]
@@ -175,6 +178,7 @@ class Engine:
         if key_transform == "auto":
             key_transform = default_transform(config, kv_format, model.device) if model else None
         if proposer:
+            check_vocabularies(tokenizer, proposer)
             proposer.prepare(config, pool.num_blocks, block_size)
         self.speculator = speculator
         self.executor = executor or ModelExecutor(

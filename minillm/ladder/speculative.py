@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -31,6 +32,7 @@ from minillm.ladder.quantized import KVStorage, kv_bytes_per_token, native_forma
 from minillm.ladder.request import Request
 from minillm.ladder.sampling import ACCEPT, DRAFT, SAMPLE, draw, probabilities, uniform
 from minillm.model.config import ModelConfig
+from minillm.model.tokenizer import Tokenizer
 
 
 class Proposer(Protocol):
@@ -49,6 +51,19 @@ class Proposer(Protocol):
         where they were not drawn but chosen.
         """
         ...
+
+
+def check_vocabularies(target: Tokenizer | None, proposer: Proposer) -> None:
+    """Raise ValueError if a draft model reads and writes by another token map than the target.
+
+    Equal sizes prove nothing, and unequal ones may be padding: only the maps can tell, where both are known.
+    """
+    draft = getattr(proposer, "tokenizer", None)
+    if target and draft and target.content_hash != draft.content_hash:
+        raise ValueError(
+            f"the draft model's tokens are not the target's: {draft.name} ({draft.vocab_size:,} ids) and "
+            f"{target.name} ({target.vocab_size:,} ids) have different maps; draft with a model of the same tokenizer"
+        )
 
 
 # -- verification ---------------------------------------------------------------------------------
@@ -166,76 +181,103 @@ class DraftModelProposer:
     """A smaller model of the same vocabulary writes the drafts, with a KV cache of its own.
 
     Its keys and values lie in a second storage under the same block ids, so that a block
-    table and a shared prefix serve both models. `stored` says of how many of a request's
-    tokens the draft model has keys and values: after a full acceptance one fewer than the
-    target, since the last draft was never fed to it. It is fed with the next newest token.
+    table and a shared prefix serve both models. `filled` says which slots hold what the
+    draft model made of the token that stands there now. It may lag behind the target: after
+    a full acceptance by the last draft, which was never fed to it, also in a block that
+    others share by then. The next round feeds it from the first gap on.
     """
 
     def __init__(self, model, tokenizer=None) -> None:
         """tokenizer: the draft model's, so that its token map can be compared with the target's."""
         self.model, self.tokenizer = model, tokenizer
         self.bytes_per_token = kv_bytes_per_token(model.config, native_format(model.dtype))
-        self.stored: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self.storage: KVStorage | None = None
 
     def prepare(self, config: ModelConfig, num_blocks: int, block_size: int) -> None:
         """Make the second storage. Raises ValueError if it serves an engine already."""
         if self.storage is not None:
-            raise ValueError("this DraftModelProposer serves an engine already; make one for each")
+            raise ValueError(f"this {type(self).__name__} serves an engine already; make one for each")
         self.vocab_size, self.block_size, self.scratch = config.vocab_size, block_size, num_blocks * block_size
         native = native_format(self.model.dtype)
         self.storage = KVStorage(self.model.config, native, self.scratch + 1, self.model.device)
+        self.filled = np.zeros(self.scratch, dtype=bool)  # [slots]
 
     def propose(self, rows: Sequence[Row]) -> list[Tensor | None]:
         """One forward that catches up, over prompts as well; then a short one for each further draft."""
-        busy = [row for row in rows if row.num_drafts or len(row.tokens) > 1]
-        if not busy:
-            return [None] * len(rows)
-        logits = self._feed(busy, [self._missing(row) for row in busy])  # [rows, V]
-        drafting, q = [i for i, row in enumerate(busy) if row.num_drafts], {id(row): [] for row in busy}
-        rows_of_logits = dict(zip(range(len(busy)), logits, strict=True))
-        while drafting:
-            for i in drafting:
-                self._draft(busy[i], rows_of_logits[i], q[id(busy[i])])
-            drafting = [i for i in drafting if len(busy[i].drafts) < busy[i].num_drafts]
-            if drafting:
-                logits = self._feed([busy[i] for i in drafting], [busy[i].drafts[-1:] for i in drafting])
-                rows_of_logits = dict(zip(drafting, logits, strict=True))
-        return [torch.stack(q[id(row)]) if q.get(id(row)) else None for row in rows]
+        for row in rows:
+            if not row.idle:  # what lies in the slots that this step writes is of another token, or of none
+                end = row.start + len(row.tokens) + row.num_drafts
+                self.filled[self._slots(row.request, row.start, end)] = False
+        q: dict[int, list[Tensor]] = {id(row): [] for row in rows}
+        reading = [row for row in rows if self._reads(row)]
+        if reading:
+            drafting = [row for row in reading if row.num_drafts]
+            logits = self._catch_up(reading)[[row.num_drafts > 0 for row in reading]]  # [rows, V]
+            while drafting:
+                self._draft(drafting, logits, q)
+                drafting = [row for row in drafting if len(row.drafts) < row.num_drafts]
+                logits = self._feed_drafts(drafting) if drafting else None
+        return [torch.stack(q[id(row)]) if q[id(row)] else None for row in rows]
 
-    def _missing(self, row: Row) -> list[int]:
-        """What of the request's tokens the draft model must still be fed, this step's included."""
-        request = row.request
-        self.stored[request] = min(self.stored.get(request, row.start), row.start)
-        return request.tokens[self.stored[request] : row.start + len(row.tokens)]
+    def _reads(self, row: Row) -> bool:
+        """Whether the draft model reads this row in this step. Prompts too: their blocks may be shared soon."""
+        return bool(row.num_drafts or len(row.tokens) > 1)
 
-    def _feed(self, rows: Sequence[Row], tokens: Sequence[list[int]]) -> Tensor:
-        """Feed each row's tokens behind what is stored of it -> logits after its last [rows, V of the target]."""
+    def _slots(self, request: Request, start: int, end: int) -> np.ndarray:
+        """The slots of a request's tokens from start to end."""
+        places = np.arange(start, end)
+        blocks = np.asarray(request.block_table, dtype=np.int64)[places // self.block_size]
+        return blocks * self.block_size + places % self.block_size
+
+    def _catch_up(self, rows: Sequence[Row]) -> Tensor:
+        """Feed each row from its first gap up to the newest token -> logits after that [rows, V]."""
+        starts, tokens = [], []
+        for row in rows:
+            filled = self.filled[self._slots(row.request, 0, row.start)]
+            starts.append(row.start if filled.all() else int(filled.argmin()))
+            tokens.append(row.request.tokens[starts[-1] : row.start + len(row.tokens)])
+        return self._feed(rows, starts, tokens)
+
+    def _feed_drafts(self, rows: Sequence[Row]) -> Tensor:
+        """Feed each row's newest draft -> logits after it [rows, V]."""
+        starts = [row.start + len(row.tokens) + len(row.drafts) - 1 for row in rows]
+        return self._feed(rows, starts, [row.drafts[-1:] for row in rows])
+
+    def _feed(self, rows: Sequence[Row], starts: Sequence[int], tokens: Sequence[list[int]]) -> Tensor:
+        """Feed each row's tokens from its start on -> logits after its last [rows, V of the target]."""
         spans = [
-            RowSpan(self.stored[row.request], len(own), row.request.block_table)
-            for row, own in zip(rows, tokens, strict=True)
+            RowSpan(start, len(own), row.request.block_table)
+            for row, start, own in zip(rows, starts, tokens, strict=True)
         ]
         config, device = self.model.config, self.model.device
         cache = StepAttention(
             self.storage, spans, self.block_size, self.scratch, config.query_group, self.model.dtype
         )
         ids = torch.tensor([token for own in tokens for token in own], device=device)  # [N]
-        last = (cache.first + cache.count - 1).to(device)
-        logits = self.model.forward(ids, cache.positions.to(device), cache, last)
-        for row, span in zip(rows, spans, strict=True):
-            self.stored[row.request] = span.start + span.count
-        # ids that only one of the two has are padding: never proposed
-        return F.pad(logits[:, : self.vocab_size], (0, max(0, self.vocab_size - config.vocab_size)), value=-torch.inf)
+        logits = self._logits(rows, ids, cache, (cache.first + cache.count - 1).to(device))
+        for row, span in zip(rows, spans, strict=True):  # a draft's too, which counts should it be accepted
+            self.filled[self._slots(row.request, span.start, span.start + span.count)] = True
+        return logits
 
-    def _draft(self, row: Row, logits: Tensor, q: list[Tensor]) -> None:
-        """Choose or draw one draft from logits [V], as the request's own parameters say."""
-        params, place = row.request.params, row.request.num_output + len(row.drafts)
-        if params.greedy:
-            row.drafts.append(int(logits.argmax()))
-            return
-        q.append(probabilities(logits[None], [params])[0])
-        u = torch.tensor([uniform(row.request.seed, place, DRAFT)], dtype=torch.float64, device=logits.device)
-        row.drafts.append(int(draw(q[-1][None], u)))
+    def _logits(self, rows: Sequence[Row], ids: Tensor, cache: StepAttention, last: Tensor) -> Tensor:
+        """ids [N] of all rows -> logits [rows, V of the target] at `last` [rows]."""
+        own_size = self.model.config.vocab_size
+        # ids that only one of the two has are padding: never proposed, and read as any other
+        logits = self.model.forward(ids.clamp(max=own_size - 1), cache.positions.to(ids.device), cache, last)
+        missing = max(0, self.vocab_size - own_size)
+        return F.pad(logits[:, : self.vocab_size], (0, missing), value=-torch.inf)
+
+    def _draft(self, rows: Sequence[Row], logits: Tensor, q: dict[int, list[Tensor]]) -> None:
+        """Choose or draw a draft for each row from logits [rows, V], as the request's own parameters say."""
+        best = logits.argmax(-1).tolist()
+        for row, own, likeliest in zip(rows, logits, best, strict=True):
+            params, place = row.request.params, row.request.num_output + len(row.drafts)
+            if params.greedy:
+                row.drafts.append(likeliest)
+                continue
+            q[id(row)].append(probabilities(own[None], [params])[0])
+            u = torch.tensor([uniform(row.request.seed, place, DRAFT)], dtype=torch.float64, device=logits.device)
+            row.drafts.append(int(draw(q[id(row)][-1][None], u)))
 
 
 class ReplayProposer:

@@ -12,7 +12,7 @@ Letters in shapes: N tokens, H hidden, Hq query heads, Hkv KV heads, D head_dim,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -57,10 +57,16 @@ class Llama:
         self.inverse_frequencies = inverse_frequencies(config).to(self.device)  # [D / 2]
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, cache: CacheView, logit_rows: Tensor | None = None
+        self, tokens: Tensor, positions: Tensor, cache: CacheView, logit_rows: Tensor | None = None,
+        observe: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """tokens [N], positions [N] -> logits [R, V] of the tokens in `logit_rows` [R], or of all N."""
+        """tokens [N], positions [N] -> logits [R, V] of the tokens in `logit_rows` [R], or of all N.
+
+        observe: is shown the hidden states [N, H] on the way, for a drafter that reads them.
+        """
         x = self.hidden_states(tokens, positions, cache)
+        if observe:
+            observe(x)
         return self.logits(x if logit_rows is None else x[logit_rows])
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, cache: CacheView) -> Tensor:

@@ -1,0 +1,132 @@
+"""The one-layer drafter: what it drafts in an engine is what it drafts from nothing."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_tokenizer import of_pieces
+from tiny import random_tensors, tiny_model
+
+from minillm import Engine, SamplingParams
+from minillm.ladder.decode import NoCache, decode_cached
+from minillm.ladder.drafter import Drafter, DrafterProposer
+from minillm.ladder.speculative import DraftModelProposer, Speculator
+
+TARGET = tiny_model("t-wide")
+DRAW = torch.Generator().manual_seed(2)
+PROMPTS = [torch.randint(97, (n,), generator=DRAW).tolist() for n in (1, 4, 9, 16, 17, 30)]
+PROMPTS += [PROMPTS[3], PROMPTS[3] + [5]]
+PARAMS = SamplingParams(max_tokens=20)
+ANSWERS = {tuple(prompt): list(decode_cached(TARGET, prompt, 20)) for prompt in PROMPTS}
+
+
+def random_drafter(target=TARGET, seed: int = 5, ids=range(0, 97, 2)) -> Drafter:
+    """Random weights; it may propose the even ids only."""
+    tensors = random_tensors(replace(target.config, num_hidden_layers=1), seed)
+    tensors = {name: tensor for name, tensor in tensors.items() if ".layers." in name}
+    hidden, make = target.config.hidden_size, torch.Generator().manual_seed(seed)
+    return Drafter(target, tensors | {
+        "fuse.weight": torch.randn(hidden, 2 * hidden, generator=make) / 8, "ids": torch.tensor(ids)
+    })
+
+
+def drafts_from_nothing(drafter: Drafter, tokens: list[int], number: int) -> list[int]:
+    """Draft behind a text with no cache and no engine: everything is computed again for each draft."""
+    known = torch.tensor(tokens)
+    states = drafter.norm(TARGET.hidden_states(known[:-1], torch.arange(len(known) - 1), NoCache()))
+    states = torch.cat((torch.zeros(1, states.shape[1]), states))  # [N, H] the state before each token
+    for _ in range(number):
+        guess = drafter.forward(known, torch.arange(len(known)), states, NoCache())[-1:]
+        known = torch.cat((known, drafter.ids[drafter.head(guess).argmax(-1)]))
+        states = torch.cat((states, guess))
+    return known[len(tokens) :].tolist()
+
+
+class Noting(DrafterProposer):
+    """Notes behind which text it drafted what."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__(drafter)
+        self.notes: dict[tuple[int, ...], list[int]] = {}
+
+    def propose(self, rows):
+        proposed = super().propose(rows)
+        for row in rows:
+            if row.drafts:
+                self.notes[tuple(row.request.tokens)] = list(row.drafts)
+        return proposed
+
+
+def engine_with(proposer, k: int = 3, blocks: int = 96, **settings) -> Engine:
+    kv_memory = blocks * 4 * (2 * 2 * 2 * 12 * 4 + proposer.bytes_per_token)
+    return Engine(TARGET, block_size=4, kv_memory=kv_memory, speculator=Speculator(proposer, k), **settings)
+
+
+SETTINGS = {
+    "alone": dict(max_batch=1), "in chunks": dict(max_step_tokens=12, max_batch=3), "slots": dict(kv="slots"),
+    "preempted": dict(blocks=20), "static": dict(batching="static"), "no prefix cache": dict(prefix_cache=False),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_it_drafts_in_any_engine_what_it_drafts_from_nothing(name):
+    proposer = Noting(random_drafter())
+    engine = engine_with(proposer, **SETTINGS[name])
+    for _ in range(2):  # the second time, the prefix cache knows the prompts
+        for done in engine.generate(PROMPTS, PARAMS):
+            assert done.token_ids == ANSWERS[tuple(done.prompt_ids)]
+        engine.check_invariants()
+    assert (engine.records.totals["preempted"] > 0) == (name == "preempted")
+    assert len(proposer.notes) > 70
+    for text, drafts in list(proposer.notes.items())[:: 1 + len(proposer.notes) // 24]:
+        assert drafts == drafts_from_nothing(proposer.model, list(text), len(drafts)), len(text)
+
+
+def test_it_proposes_only_its_own_ids_also_when_sampling():
+    proposer = Noting(random_drafter())
+    params = SamplingParams(max_tokens=20, temperature=1.5, top_p=0.95)
+    engine_with(proposer).generate(PROMPTS, params)
+    drafted = {token for drafts in proposer.notes.values() for token in drafts}
+    assert drafted and all(token % 2 == 0 for token in drafted)
+
+
+def test_it_refuses_what_does_not_fit():
+    with pytest.raises(ValueError, match="the drafter is for 64 hidden and 97 ids; this model has 72 and 97"):
+        Engine(tiny_model("t9-3"), speculator=Speculator(DrafterProposer(random_drafter())))
+    with pytest.raises(ValueError, match="proposes id 97; the target has 97"):
+        random_drafter(ids=[3, 97])
+    with pytest.raises(ValueError, match="this target's head is another"):
+        random_drafter(tiny_model("t-wide", tie_word_embeddings=False))
+
+
+# -- draft models, whose cache lags behind and catches up --------------------------------------------
+
+
+@pytest.mark.parametrize("k", range(1, 6))
+def test_the_target_as_its_own_draft_model_is_never_wrong_with_a_shared_prefix(k):
+    """SPD-3: the last draft of a fully accepted round was never fed to the draft model, and its block lives on."""
+    engine = engine_with(DraftModelProposer(TARGET), k, max_batch=4)
+    for _ in range(2):
+        answers = engine.generate(PROMPTS, PARAMS)
+        engine.generate([done.prompt_ids + done.token_ids for done in answers], PARAMS)  # as in a conversation
+    totals = engine.records.totals
+    assert totals["cached_tokens"] > 100
+    assert totals["accepted_tokens"] == totals["drafted_tokens"] > 0
+
+
+@pytest.mark.parametrize("vocabulary", [90, 101])
+def test_ids_that_only_one_of_two_models_has_are_padding(vocabulary):
+    """SPD-5: read without a crash, and never proposed beyond the target's."""
+    proposer = DraftModelProposer(tiny_model("t8-2", vocab_size=vocabulary))
+    params = [SamplingParams(20), SamplingParams(20, temperature=1.5)] * (len(PROMPTS) // 2)
+    for done in engine_with(proposer).generate([[95, *prompt] for prompt in PROMPTS], params)[::2]:
+        assert done.token_ids == list(decode_cached(TARGET, done.prompt_ids, 20))
+
+
+def test_another_token_map_of_the_same_size_is_refused():
+    """SPD-5: equal sizes prove nothing."""
+    ours, theirs = of_pieces(["a", "b", "c"]), of_pieces(["b", "a", "c"])
+    match = "pieces (3 ids) and pieces (3 ids) have different maps"
+    with pytest.raises(ValueError, match=match.replace("(", r"\(").replace(")", r"\)")):
+        Engine(TARGET, ours, speculator=Speculator(DraftModelProposer(TARGET, theirs)))
+    Engine(TARGET, ours, speculator=Speculator(DraftModelProposer(TARGET, of_pieces(["a", "b", "c"]))))
