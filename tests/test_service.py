@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tiny import tiny_model
+from tiny import tiny_config, tiny_model
 
-from minillm.measure import service
-from minillm.measure.roofline import Ceilings, StepWork, read_numbers
+from minillm.measure import metrics, service
+from minillm.measure.roofline import Ceilings, StepWork, least_work, read_numbers
+from minillm.measure.virtual import CostModel, shape_of, virtual_engine
+from minillm.measure.workload import WorkItem
 from minillm.model.config import ModelConfig
 from minillm.show import service_plots
 
@@ -75,3 +77,50 @@ def test_the_roofline_states_the_shares_of_its_ends():
     expected = ("One decoded token uses 50% of the bandwidth and 2.5% of the matmul rate; "
                 "prefill of 64 tokens 10% and 70%")
     assert title_of(service_plots.roofline(rows, limits)) == expected
+
+
+# --- 07 and 08: gauges, and what fits ---------------------------------------------------------------------------
+
+LLAMA = ModelConfig.preset("llama-3-8b")
+SECOND = CostModel(tiny_config(max_position_embeddings=8192), "bf16", 0, 1e30, 1e30, 1e30, overhead_s=1.0)
+
+
+def items(*arrivals: float, tokens: int = 3) -> list[WorkItem]:
+    return [WorkItem(arrival, [1, 2, 3, int(arrival)], tokens) for arrival in arrivals]
+
+
+def test_utilisation_counts_the_time_between_requests_as_idle():
+    engine = virtual_engine(SECOND)
+    service.serve_bounded(engine, items(0.0, 9.0))
+    limits = Ceilings(bytes_per_s=1e6, flops_per_s=1e6)
+    found = service.utilisation(engine.records, SECOND.config, "bf16", 0.0, limits)
+    assert found["busy_share"] == pytest.approx(6 / 12) and found["mean_rows"] == 1.0
+    works = [least_work(SECOND.config, "bf16", shape_of(step), 0.0) for step in engine.records.steps]
+    assert found["mfu"] == pytest.approx(sum(work.flops for work in works) / 12 / 1e6)
+    assert found["mbu"] == pytest.approx(sum(work.bytes for work in works) / 12 / 1e6)
+    assert found["tokens_per_s"] == pytest.approx(6 / 12)
+
+
+def test_a_bounded_queue_refuses_whoever_finds_it_full():
+    engine = virtual_engine(SECOND, max_batch=1)
+    refused = service.serve_bounded(engine, items(0.0, 0.5, 0.6, 0.7, 5.5, tokens=4), most_waiting=2)
+    assert refused == [3], "one runs, two wait, the fourth finds two waiting; the fifth comes when one has gone"
+    assert sorted(record.request_id for record in engine.records.requests) == [0, 1, 2, 4]
+
+
+@pytest.mark.parametrize(("kv_format", "number"), [("bf16", 111), ("int8", 220)])
+def test_the_scheduler_runs_as_many_at_once_as_the_sum_says(kv_format, number):
+    records = service.fill(LLAMA, kv_format, 60 * 10**9, "slots", answer=1)
+    assert records.peaks["rows"] == number
+
+
+def test_gauges_under_load_are_those_of_the_records():
+    found = service.under_load(SECOND, items(0.0, 0.5, 0.6, 0.7), most_waiting=2, max_batch=1)
+    assert found["refused"] == 1 and found["refused_share"] == 1 / 4
+    ttft = metrics.latencies(found["records"].requests)["ttft_s"]
+    assert (found["ttft_p50_s"], found["ttft_p99_s"]) == (ttft["p50"], ttft["p99"])
+    assert found["itl_p50_ms"] == pytest.approx(1000)
+
+
+def test_chats_fit_their_context():
+    assert all(len(item.prompt_ids) + item.max_tokens <= 8192 for item in service.chats(50, 1.0))
