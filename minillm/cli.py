@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -30,7 +31,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status. Errors a user can mend are one line on stderr, status 2."""
     parser = argparse.ArgumentParser(prog="minillm", description="LLM inference, built a rung at a time.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_generate, _add_ladder, _add_measure, _add_claims, _add_bench, _add_overhead, _add_fetch):
+    for add in (
+        _add_generate, _add_ladder, _add_measure, _add_claims, _add_bench, _add_overhead, _add_grade, _add_fetch,
+    ):
         add(commands)
     arguments = parser.parse_args(argv)
     try:
@@ -268,6 +271,56 @@ def _overhead(arguments) -> int:
         if "served" in row:
             print(f"after {row['served']:,} requests, Python's own memory peaked at {row['memory_kb']:,.0f} KB")
     _write(arguments, result, {"device": result.provenance.device, "rows": result.rows})
+    return 0
+
+
+# -- grade ----------------------------------------------------------------------------------------
+
+
+def _add_grade(commands) -> None:
+    parser = commands.add_parser("grade", help="check exercise notebooks, of one learner or of a class")
+    parser.add_argument("path", nargs="?", type=Path, metavar="PATH", help="a notebook, or a folder of notebooks")
+    parser.add_argument("--class", dest="classroom", type=Path, metavar="DIR", help="a folder with one per learner")
+    parser.add_argument("--report", type=Path, metavar="OUT", help="folder for the class's CSV, JSON and HTML")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="notebooks at a time (default: one a core)")
+    parser.add_argument("--json", metavar="FILE", help="write the marks there too; - prints them as the last line")
+    parser.set_defaults(run=_grade)
+
+
+def _grade(arguments) -> int:
+    """Status 0 if every check passes, 1 if one does not; a class's report is 0 whatever its marks are."""
+    if (arguments.path is None) == (arguments.classroom is None):
+        raise ValueError("give either PATH, for one learner's notebooks, or --class DIR")
+    if (arguments.report is None) != (arguments.classroom is None):
+        raise ValueError("--class DIR and --report OUT belong together")
+    return _grade_path(arguments) if arguments.classroom is None else _grade_class(arguments)
+
+
+def _grade_path(arguments) -> int:
+    from minillm.grading import classroom, report
+    from minillm.show.tables import text_table
+
+    learner = classroom.find_notebooks(arguments.path)
+    classroom.grade_class([learner], arguments.jobs, _bar)
+    print(text_table(report.rows(learner), report.COLUMNS))
+    for line in report.lines(learner):
+        print(line)
+    print(f"{learner.points} of {learner.out_of} checks pass")
+    if arguments.json:
+        _write_json(arguments.json, report.to_json([learner]))
+    return 0 if learner.points == learner.out_of else 1
+
+
+def _grade_class(arguments) -> int:
+    from minillm.grading import classroom, report
+
+    learners = classroom.find_learners(arguments.classroom)
+    classroom.grade_class(learners, arguments.jobs, _bar, kept=arguments.report / "marks")
+    for learner in learners:
+        print(f"{learner.name}: {learner.points} of {learner.out_of}")
+    print(f"report: {report.write(learners, arguments.report)}")
+    if arguments.json:
+        _write_json(arguments.json, report.to_json(learners))
     return 0
 
 

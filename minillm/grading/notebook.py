@@ -11,9 +11,10 @@ import hashlib
 import json
 import linecache
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from minillm.grading.checks import Exercise, Task, TimeLimit, time_limit
@@ -113,15 +114,16 @@ def run_cells(
     cells: list[Cell],
     seconds: float,
     started: Callable[[int], None] = lambda i: None,
-    skip: frozenset[int] = frozenset(),
+    skip: Mapping[int, str] = MappingProxyType({}),
 ) -> Answers:
-    """Run the code cells in order. `started` hears of each before it runs; `skip` leaves some out."""
+    """Run the code cells in order. `started` hears of each before it runs; `skip` leaves some out, and says why."""
     answers = Answers({"__name__": "__main__", "display": lambda *_: None})
     for i, cell in enumerate(cells):
-        if cell.kind != "code" or not cell.source.strip() or DEMO in cell.tags or i in skip:
+        if cell.kind != "code" or not cell.source.strip() or DEMO in cell.tags:
             continue
-        started(i)
-        if error := run_cell(cell, i, answers.namespace, seconds):
+        if i not in skip:
+            started(i)
+        if error := skip.get(i) or run_cell(cell, i, answers.namespace, seconds):
             answers.failed[i] = error
             if not cell.untouched:
                 answers.notes.append(f"cell {i + 1} failed: {error}")
