@@ -52,12 +52,13 @@ class ContinuousBatching:
         return min(request.num_tokens + 1, request.max_kv)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Row:
-    """One request's part in a step: the tokens to feed and where the first of them stands."""
+    """One request's part in a step: the tokens to feed, where the first of them stands, and where they end."""
 
     request: Request
     start: int
+    end: int
     tokens: list[int]
     due: bool  # does it need a token sampled after its last one?
     idle: bool = False  # a finished row that a static batch still carries
@@ -67,7 +68,8 @@ class Row:
     @property
     def span(self) -> RowSpan:
         """The row as attention sees it."""
-        return RowSpan(self.start, len(self.tokens) + len(self.drafts), self.request.block_table, stores=not self.idle)
+        count = self.end - self.start + len(self.drafts)
+        return RowSpan(self.start, count, self.request.block_table, stores=not self.idle)
 
 
 @dataclass
@@ -81,13 +83,13 @@ class StepPlan:
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
-        self.budget -= len(row.tokens) + row.num_drafts
+        self.budget -= row.end - row.start
 
     def drop(self, request: Request) -> None:
         """Take a preempted request's row out again."""
         for row in [row for row in self.rows if row.request is request]:
             self.rows.remove(row)
-            self.budget += len(row.tokens) + row.num_drafts
+            self.budget += row.end - row.start
 
 
 def no_drafts(batch: int) -> int:
@@ -167,15 +169,12 @@ class Scheduler:
             if row.idle:
                 continue
             request = row.request
-            request.num_kv = row.span.start + row.span.count
+            request.num_kv = row.end
             if row.due:
-                before = request.num_tokens
-                for token in next(outputs):
-                    request.append(token)
-                    if request.finished:
-                        break
-                request.num_kv = min(request.num_kv, request.num_tokens - 1)  # rejected drafts are no part of it
-                news.append((request, request.tokens[before:]))
+                tokens = request.extend(next(outputs))
+                news.append((request, tokens))
+                if row.drafts:  # the last token is never stored, and rejected drafts no longer are
+                    request.num_kv += len(tokens) - 1
             self.memory.settle(request)
         self._depart()
         return news
@@ -199,13 +198,15 @@ class Scheduler:
             if request.finished:  # only a static batch still carries it
                 last = request.num_kv - 1
                 if last >= 0:  # else it was aborted before its first chunk, and has nothing to feed again
-                    plan.add(Row(request, last, [request.tokens[last]], due=False, idle=True))
-            elif request in plan.preempted or request.num_pending != 1:
-                continue
-            elif self._make_room(request, request.num_tokens, plan):
-                plan.add(Row(request, request.num_kv, request.tokens[-1:], due=True))
+                    plan.add(Row(request, last, last + 1, [request.tokens[last]], due=False, idle=True))
+            elif request.num_pending == 1 and request not in plan.preempted:
+                end = request.num_kv + 1
+                if self._make_room(request, end, plan):
+                    plan.add(Row(request, end - 1, end, request.tokens[-1:], due=True))
 
     def _plan_prompts(self, plan: StepPlan) -> None:
+        if len(plan.rows) == len(self.running):  # everybody decodes
+            return
         for request in list(self.running):
             # one pending token is a decode: fed here, it would take the room of a prompt that needs the whole budget
             if not request.finished and request.num_pending > 1 and request not in plan.preempted:
@@ -216,10 +217,13 @@ class Scheduler:
         number = min(request.num_pending, plan.budget) if self.chunked_prefill else request.num_pending
         end = request.num_kv + number
         if self._has_budget(request, plan) and self._make_room(request, end, plan):
-            plan.add(Row(request, request.num_kv, request.tokens[request.num_kv : end], due=end == request.num_tokens))
+            start, tokens = request.num_kv, request.tokens
+            plan.add(Row(request, start, end, tokens[start:end], due=end == len(tokens)))
 
     def _plan_drafts(self, plan: StepPlan) -> None:
         """Let decoding rows verify drafts, with what budget and memory nobody else wants at this step."""
+        if self.draft_length is no_drafts:
+            return
         decoding = [row for row in plan.rows if row.due and len(row.tokens) == 1]
         wanted = self.draft_length(len(decoding)) if decoding else 0
         for row in decoding:
@@ -241,20 +245,24 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan) -> None:
         """Let the head of the queue join, again and again, until something is short."""
-        if not self.batching.is_open(self.running):
+        if not self._may_join(plan) or not self.batching.is_open(self.running):
             return
         promised = sum(self._claim(request) - len(request.block_table) for request in self.running)
-        while self.waiting and not plan.preempted and len(self.running) < self.max_batch:
+        while self._may_join(plan):
             request = self.waiting[0]
             claim = self._claim(request)
-            if self.batching.waits_for_budget and not self._has_budget(request, plan):
-                return
             if not self.memory.admit(request, claim, promised):
                 return
             self.running.append(self.waiting.popleft())
             plan.admitted.append(request)
             self._feed_prompt(request, plan)
             promised += claim - len(request.block_table)
+
+    def _may_join(self, plan: StepPlan) -> bool:
+        """Whether there is a head of the queue, and but for memory room for it."""
+        if not self.waiting or plan.preempted or len(self.running) >= self.max_batch:
+            return False
+        return not self.batching.waits_for_budget or self._has_budget(self.waiting[0], plan)
 
     def _claim(self, request: Request) -> int:
         """Blocks that a running request needs soon, or holds already."""

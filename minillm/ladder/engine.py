@@ -271,16 +271,18 @@ class Engine:
         if self.speculator:
             self.speculator.observe(plan.rows, outputs, self.clock.now() - counts["start"])
         news = self.scheduler.commit(plan, outputs)
-        shown = [(request, *self._show(request, tokens)) for request, tokens in news]
+        texts = [""] * len(news)
+        if self.tokenizer is not None:
+            shown = [self._show(request, tokens) for request, tokens in news]
+            news = [(request, tokens) for (request, _), (tokens, _) in zip(news, shown, strict=True)]
+            texts = [text for _, text in shown]
         now = self.clock.now()
-        self.records.committed(counts, now, [(request, tokens) for request, tokens, _ in shown], plan)
-        return [self._event(request, tokens, text, now) for request, tokens, text in shown]
+        self.records.committed(counts, now, news, plan)
+        return [self._event(request, tokens, text, now) for (request, tokens), text in zip(news, texts, strict=True)]
 
     def _show(self, request: Request, tokens: list[int]) -> tuple[list[int], str]:
         """The tokens that count, and the text that is now safe to show: both end with a stop string."""
-        stream, text = self._streams.get(request.id), ""
-        if stream is None:
-            return tokens, text
+        stream, text = self._streams[request.id], ""
         for number, token in enumerate(tokens, start=1):
             text += stream.push(token)
             if stream.stopped:
@@ -293,11 +295,12 @@ class Engine:
 
     def _event(self, request: Request, tokens: list[int], text: str, now: float) -> TokenEvent:
         """Report to the user, and close the books of a request that has ended."""
-        if request.finished:
+        reason = request.finish_reason
+        if reason is not None:
             request.timing = self.records.finished(request, now).timing
             del self._requests[request.id]
             self._streams.pop(request.id, None)
-        return TokenEvent(request.id, tokens, text, request.finished, request.finish_reason, now)
+        return TokenEvent(request.id, tokens, text, reason is not None, reason, now)
 
     # -- whole jobs -------------------------------------------------------------------------------
 

@@ -179,23 +179,23 @@ class Paged:
 
     def reserve(self, request: Request, num_kv: int) -> bool:
         """Make room for `num_kv` stored tokens; False, and nothing changed, if the pool is dry."""
-        missing = self.pool.blocks_for(num_kv) - len(request.block_table)
-        if missing <= 0:
+        if num_kv <= len(request.block_table) * self.pool.block_size:
             return True
-        blocks = self.pool.take(missing)
+        blocks = self.pool.take(self.pool.blocks_for(num_kv) - len(request.block_table))
         request.block_table += blocks or []
         return blocks is not None
 
     def settle(self, request: Request) -> None:
         """After a step: return the blocks past `num_kv` (rejected drafts), and index the full ones."""
-        keep = self.pool.blocks_for(request.num_kv)
-        self.pool.release(request.block_table[keep:])
-        del request.block_table[keep:]
-        if self.prefix_cache:
-            nodes = request.prefix_nodes
-            for i in range(len(nodes), request.num_kv // self.pool.block_size):
+        table, nodes, size = request.block_table, request.prefix_nodes, self.pool.block_size
+        if len(table) * size - request.num_kv >= size:
+            keep = self.pool.blocks_for(request.num_kv)
+            self.pool.release(table[keep:])
+            del table[keep:]
+        if self.prefix_cache and request.num_kv - len(nodes) * size >= size:
+            for i in range(len(nodes), request.num_kv // size):
                 parent = nodes[-1] if nodes else ROOT
-                nodes.append(self.pool.enter(parent, request.tokens, i, request.block_table[i]))
+                nodes.append(self.pool.enter(parent, request.tokens, i, table[i]))
 
     def release(self, request: Request) -> None:
         """Return everything; its stored tokens are forgotten."""

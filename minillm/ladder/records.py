@@ -84,9 +84,12 @@ class Histogram:
         self.buckets: Counter[int] = Counter()
         self.highest: float | None = None
 
-    def add(self, seconds: float) -> None:
-        self.buckets[round(math.log(max(seconds, self.SHORTEST)) / self.GROWTH)] += 1
-        self.highest = seconds if self.highest is None else max(self.highest, seconds)
+    def add(self, *durations: float) -> None:
+        """Count some durations, in seconds."""
+        for seconds in durations:
+            self.buckets[round(math.log(max(seconds, self.SHORTEST)) / self.GROWTH)] += 1
+            if self.highest is None or seconds > self.highest:
+                self.highest = seconds
 
     @property
     def n(self) -> int:
@@ -130,6 +133,8 @@ class Records:
 
     def planned(self, plan: StepPlan, scheduler: Scheduler, now: float) -> dict:
         """Before the forward: note who joins and who was sent away; returns what `committed` needs."""
+        self.totals["admitted"] += len(plan.admitted)  # here, since they stand even if the forward fails
+        self.totals["preempted"] += len(plan.preempted)
         for request in plan.preempted:
             self.live[request.id].preemptions += 1
         for request in plan.admitted:
@@ -145,21 +150,24 @@ class Records:
 
     def committed(self, counts: dict, end: float, news: list[tuple[Request, list[int]]], plan: StepPlan) -> None:
         """After the forward: each due request's new tokens, and the step's record."""
-        drafted = accepted = 0
+        output = drafted = accepted = 0
         for (request, tokens), row in zip(news, [row for row in plan.rows if row.due], strict=True):
-            record, kept = self.live[request.id], accepted_drafts(row.drafts, tokens)
+            record = self.live[request.id]
             record.token_times += [end] * len(tokens)
-            record.rounds += bool(row.drafts)
-            record.drafted_tokens += len(row.drafts)
-            record.accepted_tokens += kept
-            drafted, accepted = drafted + len(row.drafts), accepted + kept
+            output += len(tokens)
+            if row.drafts:
+                kept = accepted_drafts(row.drafts, tokens)
+                record.rounds += 1
+                record.drafted_tokens += len(row.drafts)
+                record.accepted_tokens += kept
+                drafted, accepted = drafted + len(row.drafts), accepted + kept
         step = StepRecord(
             **counts,
             drafted_tokens=drafted,
             accepted_tokens=accepted,
             duration=end - counts["start"],
             due_rows=len(news),
-            output_tokens=sum(len(tokens) for _, tokens in news),
+            output_tokens=output,
         )
         self.ended = end
         self.totals["steps"] += 1
@@ -183,8 +191,7 @@ class Records:
         if request.finish_reason != "abort" and record.token_times:
             self.histograms["ttft"].add(record.first_token - record.arrival)
             self.histograms["latency"].add(now - record.arrival)
-            for earlier, later in pairwise(record.token_times):
-                self.histograms["itl"].add(later - earlier)
+            self.histograms["itl"].add(*[later - earlier for earlier, later in pairwise(record.token_times)])
         return record
 
     def to_chrome_trace(self, path: str | Path) -> None:
@@ -209,7 +216,7 @@ class Records:
 
 
 COUNTED = ("rows", "idle_rows", "due_rows", "prompt_tokens", "decode_tokens", "recomputed_tokens", "output_tokens",
-           "drafted_tokens", "accepted_tokens", "admitted", "preempted")
+           "drafted_tokens", "accepted_tokens")
 PEAKED = ("rows", "blocks_live", "kv_tokens", "waiting")
 
 
@@ -221,16 +228,14 @@ def accepted_drafts(drafts: Sequence[int], tokens: Sequence[int]) -> int:
 def step_counts(plan: StepPlan, scheduler: Scheduler) -> dict:
     """The fields of a step record that are known once it is planned."""
     pool, rows = scheduler.memory.pool, plan.rows
-    fed = Counter()
-    for row in rows:
-        fed.update(tokens_by_kind(row))
-    unfilled = sum(len(r.block_table) * pool.block_size - r.num_kv for r in scheduler.running)
-    unfilled -= fed["prompt_tokens"] + fed["decode_tokens"] + fed["recomputed_tokens"]  # about to be filled
+    fed = tokens_by_kind(rows)
+    unfilled = sum([len(r.block_table) * pool.block_size - r.num_kv for r in scheduler.running])
+    unfilled -= sum(fed.values())  # about to be filled
     return {
-        **{name: fed[name] for name in ("prompt_tokens", "decode_tokens", "recomputed_tokens")},
-        "idle_rows": fed["idle_rows"],
+        **fed,
+        "idle_rows": sum([row.idle for row in rows]),
         "rows": len(rows),
-        "members": tuple(row.request.id for row in rows),
+        "members": tuple([row.request.id for row in rows]),
         "admitted": len(plan.admitted),
         "preempted": len(plan.preempted),
         "waiting": len(scheduler.waiting),
@@ -241,11 +246,17 @@ def step_counts(plan: StepPlan, scheduler: Scheduler) -> dict:
     }
 
 
-def tokens_by_kind(row: Row) -> dict[str, int]:
-    """What a row feeds, told apart by position: computed before, else of the prompt, else output."""
-    start, end, request = row.start, row.start + len(row.tokens), row.request
-    if row.idle:
-        return {"idle_rows": 1}
-    again = min(max(request.num_once_stored, start), end)
-    prompt = min(max(request.num_prompt, again), end)
-    return {"recomputed_tokens": again - start, "prompt_tokens": prompt - again, "decode_tokens": end - prompt}
+def tokens_by_kind(rows: Sequence[Row]) -> dict[str, int]:
+    """What rows feed for somebody, told apart by position: computed before, else of the prompt, else output."""
+    recomputed = prompt = decode = 0
+    for row in rows:
+        request, start, end = row.request, row.start, row.end
+        if row.idle:
+            continue
+        if start >= request.num_prompt and start >= request.num_once_stored:  # nearly every row of nearly every step
+            decode += end - start
+            continue
+        again = min(max(request.num_once_stored, start), end)
+        new = min(max(request.num_prompt, again), end)
+        recomputed, prompt, decode = recomputed + again - start, prompt + new - again, decode + end - new
+    return {"recomputed_tokens": recomputed, "prompt_tokens": prompt, "decode_tokens": decode}

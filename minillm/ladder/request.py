@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them overflows
 
@@ -89,6 +90,9 @@ class Request:
     arrival: float
     seed: int
     stop_ids: frozenset[int]
+    num_prompt: int = field(init=False)
+    max_kv: int = field(init=False)  # the most tokens it can ever store: the last output token is never fed
+    num_at_end: float = field(init=False)  # how many tokens there are when it ends, unless a stop comes before
     order: int = 0  # its place in line: the lower, the longer it waits, and the later it is preempted
     tokens: list[int] = field(default_factory=list)  # prompt and output
     num_kv: int = 0
@@ -101,10 +105,9 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.prompt_ids)
+        self.num_prompt = len(self.prompt_ids)
+        self.max_kv = self.num_prompt + max(self.params.max_tokens, 1) - 1
+        self.num_at_end = self.num_prompt + min(self.params.max_tokens, self.params.stop_after or math.inf)
 
     @property
     def num_tokens(self) -> int:
@@ -112,11 +115,11 @@ class Request:
 
     @property
     def num_output(self) -> int:
-        return len(self.tokens) - len(self.prompt_ids)
+        return len(self.tokens) - self.num_prompt
 
     @property
     def output_ids(self) -> list[int]:
-        return self.tokens[len(self.prompt_ids) : self.cut]
+        return self.tokens[self.num_prompt : self.cut]
 
     @property
     def finished(self) -> bool:
@@ -125,20 +128,19 @@ class Request:
     @property
     def num_pending(self) -> int:
         """Tokens known but not yet fed: one when it decodes, more when it (re)computes a prompt."""
-        return self.num_tokens - self.num_kv
+        return len(self.tokens) - self.num_kv
 
-    @property
-    def max_kv(self) -> int:
-        """The most tokens it can ever store; the last output token is never fed."""
-        return self.num_prompt + max(self.params.max_tokens, 1) - 1
-
-    def append(self, token: int) -> None:
-        """Take one output token, and see whether the text ends with it. A stop comes before the cap."""
-        self.tokens.append(token)
-        if token in self.stop_ids or self.num_output == self.params.stop_after:
-            self.finish_reason = "stop"
-        elif self.num_output >= self.params.max_tokens:
-            self.finish_reason = "length"
+    def extend(self, tokens: list[int]) -> list[int]:
+        """Take output tokens up to the one that ends the text; returns those taken. A stop comes before the cap."""
+        for number, token in enumerate(tokens, start=1):
+            self.tokens.append(token)
+            if token in self.stop_ids:
+                self.finish_reason = "stop"
+            elif len(self.tokens) >= self.num_at_end:
+                self.finish_reason = "stop" if self.num_output == self.params.stop_after else "length"
+            if self.finish_reason:
+                return tokens[:number]
+        return tokens
 
 
 @dataclass(frozen=True)
@@ -153,8 +155,7 @@ class Completion:
     timing: Timing
 
 
-@dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """What one step gave one request: its new tokens, and the text that is now safe to show."""
 
     request_id: RequestId

@@ -170,16 +170,17 @@ class VirtualExecutor:
         if self.proposer:
             self.proposer.propose(plan.rows)
             self.clock.advance(self.proposer.seconds(plan.rows))
-        self.clock.advance(self.cost.seconds(StepShape.of(map(self._computed, plan.rows))))
+        self.clock.advance(self.cost.seconds(StepShape.of([self._computed(row) for row in plan.rows])))
         due = [row for row in plan.rows if row.due]
-        return [[*(self.proposer.accepted(row) if row.drafts else ()), self.next_token()] for row in due]
+        return [[*self.proposer.accepted(row), self.next_token()] if row.drafts else [self.next_token()] for row in due]
 
     def _computed(self, row: Row) -> tuple[int, int, int]:
         """(start, tokens, logits) of what must be computed of a row."""
-        logits = row.due * (1 + len(row.drafts))
+        drafts = len(row.drafts)
+        logits = 1 + drafts if row.due else 0
         if self.prompts_received and row.start < row.request.num_prompt and not row.request.num_once_stored:
-            return (row.start + len(row.tokens) - 1, logits, logits) if row.due else (0, 0, 0)
-        return row.start, len(row.tokens) + len(row.drafts), logits
+            return (row.end - 1, logits, logits) if row.due else (0, 0, 0)
+        return row.start, row.end - row.start + drafts, logits
 
 
 def virtual_engine(
