@@ -164,10 +164,10 @@ def _measure(arguments) -> int:
 
 def _run_all(arguments, names: list[str], root: Path) -> tuple[list, dict[str, str]]:
     """Run them in turn, whatever becomes of each; the measurements, and what went wrong by name."""
-    from minillm.measure.experiments import recorded_here, run_experiment
+    from minillm.measure.experiments import find, recorded_here, run_experiment
     from minillm.measure.setting import Setting
     from minillm.show.recorded import heading
-    from minillm.show.tables import all_columns, text_table
+    from minillm.show.tables import all_columns, filled, text_table
 
     setting = Setting(arguments.quick, arguments.model, arguments.device, progress=_bar, budget_s=arguments.budget_s)
     found, failed = [], {}
@@ -184,7 +184,9 @@ def _run_all(arguments, names: list[str], root: Path) -> tuple[list, dict[str, s
             continue
         found.append(outcome.measurement)
         print(f"{name}: {heading(outcome.measurement)}")
-        print(text_table(outcome.measurement.rows, all_columns(outcome.measurement.rows)))
+        rows = outcome.measurement.rows
+        tables = find(name).tables or (all_columns(rows),)
+        print("\n\n".join(text_table(rows, filled(rows, columns)) for columns in tables))
         print(f"{outcome.report(arguments.budget_s)}; written to {path}\n", flush=True)
     return found, failed
 

@@ -194,17 +194,18 @@ def default_transform(config: ModelConfig, kv_format: str, device: str | torch.d
 class Rotation:
     """Turn q and k by one orthogonal matrix: q·k stays, and a large channel is spread over all.
 
-    Hadamard's matrix where head_dim is a power of two (QuaRot: Ashkboos et al., 2024),
-    else a seeded random one.
+    Hadamard's matrix where head_dim is a power of two and no seed is given (QuaRot: Ashkboos
+    et al., 2024), else a random one from the seed (0 if none).
     """
 
-    def __init__(self, head_dim: int, device: str | torch.device = "cpu", seed: int = 0) -> None:
-        if head_dim & (head_dim - 1) == 0:
+    def __init__(self, head_dim: int, device: str | torch.device = "cpu", seed: int | None = None) -> None:
+        if seed is None and head_dim & (head_dim - 1) == 0:
             matrix = torch.ones(1, 1)
             while len(matrix) < head_dim:
                 matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1))) / 2**0.5
         else:
-            matrix = torch.linalg.qr(torch.randn(head_dim, head_dim, generator=torch.Generator().manual_seed(seed)))[0]
+            generator = torch.Generator().manual_seed(seed or 0)
+            matrix = torch.linalg.qr(torch.randn(head_dim, head_dim, generator=generator))[0]
         self.matrix = matrix.to(device)  # [D, D]
 
     def apply(self, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

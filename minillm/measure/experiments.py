@@ -8,11 +8,11 @@ name it below, with the claims that its rows settle (`measure/claims.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from minillm.measure import batching, limits, memory, rungs
+from minillm.measure import batching, formats, limits, memory, rungs
 from minillm.measure.measurement import (
     EXACT,
     VIRTUAL,
@@ -29,13 +29,17 @@ Run = Callable[[Setting], Measurement]
 
 @dataclass(frozen=True)
 class Experiment:
-    """claims: those that it settles, by id. seconds: about what it takes with `--quick` on two cores."""
+    """claims: those that it settles, by id. seconds: about what it takes with `--quick` on two cores.
+
+    tables: what to print, {column: title} each; without any, one table of all columns.
+    """
 
     name: str
     run: Run
     about: str
     claims: tuple[str, ...] = ()
     seconds: float = 1.0
+    tables: tuple[Mapping[str, str], ...] = ()
 
 
 EXPERIMENTS = {
@@ -54,6 +58,9 @@ EXPERIMENTS = {
         Experiment("memory_by_policy", memory.memory_by_policy, "slots and pages in the same bytes", ("C3",), 5),
         Experiment("prefix_sharing", memory.prefix_sharing, "one prompt's start stored for all", ("C8",), 5),
         Experiment("cost_of_blocks", memory.cost_of_blocks, "one run of memory against blocks", (), 5),
+        Experiment("kv_quality", formats.kv_quality, "KV formats: bytes, and quality against fp32",
+                   ("D1", "D2", "D4", "D5"), 80, formats.QUALITY_TABLES),
+        Experiment("key_errors", formats.key_errors, "int4 keys: errors of each way to store them", (), 10),
     )
 }
 

@@ -22,6 +22,11 @@ def all_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {key: key.replace("_", " ") for key in keys}
 
 
+def filled(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> dict[str, str]:
+    """The columns in which at least one row has something."""
+    return {key: title for key, title in columns.items() if any(row.get(key) is not None for row in rows)}
+
+
 def cell(value: Any) -> str:
     """A value as a reader wants it: three significant digits, yes and no, a dash for nothing."""
     if value is None:

@@ -1,0 +1,236 @@
+"""The experiments of rung 5: what fewer bits save, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from minillm.ladder.engine import Engine
+from minillm.ladder.quantized import (
+    ChannelScaling,
+    KeyTransform,
+    KVStorage,
+    Rotation,
+    default_transform,
+    kv_bytes_per_token,
+)
+from minillm.ladder.request import SamplingParams
+from minillm.measure import quality
+from minillm.measure.chapters import measured
+from minillm.measure.key_errors import (
+    TOKEN_BLOCK,
+    PerChannelKeys,
+    calibrated,
+    errors,
+    per_channel,
+    per_token,
+    queries_and_keys,
+)
+from minillm.measure.measurement import Measurement
+from minillm.measure.prompts import CHAT_PROMPTS
+from minillm.measure.quality import Corpus, HiddenCode, hidden_codes, loss_row, python_help, retrieved, token_losses
+from minillm.measure.rungs import agreement, first_divergence
+from minillm.measure.setting import Setting
+
+REFERENCE_FORMAT, PLAIN_FORMAT = "fp32", "bf16"  # what quality, and what memory, is compared with
+
+
+# -- schemes: a format, and what is done to the keys before ---------------------------------------
+
+Calibration = tuple  # queries [L, N, Hq, D] and keys [L, N, Hkv, D] of the calibration text
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A way to store keys and values. served: whether the engine can be given it."""
+
+    name: str
+    kv_format: str
+    transform: Callable[[Setting, Calibration], KeyTransform | None]
+    served: bool = True
+    in_quick: bool = True
+
+
+def as_they_are(setting: Setting, calibration: Calibration) -> None:
+    return None
+
+
+def rotated(setting: Setting, calibration: Calibration) -> KeyTransform:
+    """What the engine does by itself for fp8 and int4."""
+    return default_transform(setting.config, "int4", setting.model.device)
+
+
+def scaled_channels(setting: Setting, calibration: Calibration) -> KeyTransform:
+    return ChannelScaling.calibrate(calibration[1])
+
+
+def balanced(setting: Setting, calibration: Calibration) -> KeyTransform:
+    return calibrated(*calibration)
+
+
+SCHEMES = (
+    Scheme("fp32", "fp32", as_they_are),
+    Scheme("bf16", "bf16", as_they_are, in_quick=False),
+    Scheme("int8", "int8", as_they_are),
+    Scheme("fp8, keys as they are", "fp8", as_they_are, in_quick=False),
+    Scheme("fp8", "fp8", rotated),
+    Scheme("int4, keys as they are", "int4", as_they_are, in_quick=False),
+    Scheme("int4", "int4", rotated),
+    Scheme("int4, channels scaled", "int4", scaled_channels, in_quick=False),
+    Scheme("int4, calibrated", "int4", balanced),
+    Scheme("int4, keys per channel", "int4", as_they_are, served=False, in_quick=False),
+)
+
+
+# -- what is printed ------------------------------------------------------------------------------
+
+_BUCKETS = {
+    **{f"{name}_tokens": f"{name} tokens" for name in quality.FREQUENCY_BUCKETS},
+    **{f"at_{name}": f"at {name.replace('_', ' ')}" for name in quality.POSITION_BUCKETS},
+}
+LENGTHS = {"quick": (256, 768), "full": (512, 1024, 2048, 4096)}  # of the texts that hide codes, in tokens
+TEXT_TOKENS = 8192  # of such texts, for each length
+_TEXT = {
+    "perplexity": "perplexity", "perplexity_error": "+-", "change_percent": "change %", "change_error_percent": "+-",
+    "same_first_choice_percent": "same first choice %", "greedy_agree_percent": "greedy agrees %",
+    "answers_that_differ": "differ", "answers": "of", "first_difference_at_token": "first at token",
+}
+_LOSS = {
+    column: title for key, name in _BUCKETS.items()
+    for column, title in ((f"{key}_change_nats", name), (f"{key}_change_error_nats", "+-"))
+}
+_FOUND = {f"found_in_{n}_percent": f"found in {n:,} %" for n in sorted({*LENGTHS["quick"], *LENGTHS["full"]})}
+QUALITY_TABLES = (
+    {"scheme": "scheme", "kv_bytes_per_token": "bytes per token", "share_of_16_bit": "of 16 bit", **_TEXT},
+    {"scheme": "loss grows by (nats)", **_LOSS},
+    {"scheme": "codes found", **_FOUND},
+)
+
+
+# -- the experiments ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every format is asked to do: text to predict, codes to find by length of the text, prompts to answer."""
+
+    corpus: Corpus
+    documents: object  # Tensor [R, T + 1]
+    codes: dict[int, list[list[HiddenCode]]]
+    prompts: list[list[int]]
+    max_tokens: int
+
+    @classmethod
+    def of(cls, setting: Setting) -> Task:
+        tokenizer, corpus = setting.tokenizer, python_help(setting.tokenizer)
+        documents = corpus.documents(*setting.size((1, 1024), (3, 4096)))
+        lengths, texts, hidden = setting.size((LENGTHS["quick"], 1, 4), (LENGTHS["full"], 8, 4))
+        codes = {
+            length: [
+                hidden_codes(tokenizer, corpus, length, hidden, seed)
+                for seed in range(min(texts, TEXT_TOKENS // length))  # long texts cost most: fewer of them
+            ]
+            for length in lengths
+        }
+        number, max_tokens = setting.size((4, 24), (24, 48))
+        prompts = [tokenizer.chat(prompt) for prompt in CHAT_PROMPTS[:number]]
+        return cls(corpus, documents, codes, prompts, max_tokens)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What one format did with the task. found: by length, whether each code was named."""
+
+    losses: quality.Losses
+    found: dict[int, list[bool]] | None = None
+    greedy: list[list[int]] | None = None
+
+
+def answers(setting: Setting, model, task: Task, storage_for, **engine_settings) -> Answers:
+    """Run one format through the whole task."""
+    losses = token_losses(model, task.documents, storage_for)
+    room = max(task.codes) + 512  # for the question around the text
+    make = partial(Engine, model, max_context=room, max_step_tokens=512, **engine_settings)
+    found = {
+        length: [right for questions in texts for right in retrieved(make(), setting.tokenizer, questions)]
+        for length, texts in task.codes.items()
+    }
+    greedy = make().generate(task.prompts, SamplingParams(max_tokens=task.max_tokens))
+    return Answers(losses, found, [answer.token_ids for answer in greedy])
+
+
+def answer_row(task: Task, got: Answers, reference: Answers) -> dict:
+    """Quality as columns: loss and its buckets, codes found, and agreement of greedy answers."""
+    row = loss_row(got.losses, reference.losses, task.documents, task.corpus.occurrences)
+    if got.found is not None:
+        for length, right in got.found.items():
+            row |= {f"found_in_{length}_percent": 100 * sum(right) / len(right), f"asked_in_{length}": len(right)}
+        row |= greedy_row(got.greedy, reference.greedy)
+    return row | {"text": task.corpus.source, "text_sha256": task.corpus.sha256}
+
+
+def greedy_row(outputs: Sequence[Sequence[int]], reference: Sequence[Sequence[int]]) -> dict:
+    """How much of the reference's answers is the same, up to each one's first difference."""
+    firsts = [at for got, want in zip(outputs, reference, strict=True) for at in first_divergence(got, want)]
+    return {
+        "greedy_agree_percent": 100 * agreement(outputs, reference),
+        "answers": len(outputs),
+        "answers_that_differ": len(firsts),
+        "first_difference_at_token": min(firsts, default=None),
+    }
+
+
+def kv_quality(setting: Setting) -> Measurement:
+    """Each KV format, and each way to treat the keys before: bytes, and quality against fp32."""
+    model, task = setting.model, Task.of(setting)
+    calibration = queries_and_keys(model, task.corpus.calibration)
+    rows, reference = [], None
+    for scheme in setting.each("KV formats", [s for s in SCHEMES if s.in_quick or not setting.quick]):
+        transform = scheme.transform(setting, calibration)
+        storage_for = partial(make_storage, model, scheme, transform)
+        if scheme.served:
+            got = answers(setting, model, task, storage_for, kv_format=scheme.kv_format, key_transform=transform)
+        else:
+            got = Answers(token_losses(model, task.documents, storage_for))
+        reference = reference or got
+        rows.append({
+            "scheme": scheme.name, "kv_format": scheme.kv_format, "served": scheme.served,
+            **footprint(setting.config, scheme.kv_format), **answer_row(task, got, reference),
+        })
+    return measured("kv_quality", model, setting.model_name, rows, None, setting.seed)
+
+
+def make_storage(model, scheme: Scheme, transform: KeyTransform | None, slots: int) -> KVStorage:
+    storage = KVStorage(model.config, scheme.kv_format, slots, model.device, transform)
+    if not scheme.served:
+        storage.keys = PerChannelKeys(storage)
+    return storage
+
+
+def footprint(config, kv_format: str) -> dict:
+    """Bytes of cache per token, scales counted, and their share of 16 bits."""
+    stored = kv_bytes_per_token(config, kv_format)
+    return {"kv_bytes_per_token": stored, "share_of_16_bit": stored / kv_bytes_per_token(config, PLAIN_FORMAT)}
+
+
+def key_errors(setting: Setting) -> Measurement:
+    """int4 on the model's own keys: what each way to store them does to channels, scores and attention weights."""
+    corpus, model = python_help(setting.tokenizer), setting.model
+    calibration = queries_and_keys(model, corpus.calibration)
+    text = corpus.documents(1, setting.size(256, 1024))[0, :-1]
+    queries, keys = queries_and_keys(model, text)
+    head_dim = keys.shape[-1]
+    ways = {
+        "as they are": (per_token, None),
+        "rotated (Hadamard)": (per_token, Rotation(head_dim, model.device)),
+        "rotated (seeded)": (per_token, Rotation(head_dim, model.device, seed=1)),
+        "channels scaled, mean out": (per_token, ChannelScaling.calibrate(calibration[1])),
+        "calibrated, then rotated": (per_token, calibrated(*calibration)),
+        f"per channel, over {TOKEN_BLOCK} tokens": (per_channel, None),
+    }
+    rows = [
+        {"keys": name, **errors(queries, keys, store, transform)}
+        for name, (store, transform) in setting.each("keys", list(ways.items()))
+    ]
+    return measured("key_errors", model, setting.model_name, rows, None, setting.seed)
