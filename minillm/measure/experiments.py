@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from minillm.measure import batching, formats, limits, memory, rungs
+from minillm.measure import batching, formats, limits, memory, rungs, traffic
 from minillm.measure.measurement import (
     EXACT,
     VIRTUAL,
@@ -55,12 +55,24 @@ EXPERIMENTS = {
         Experiment("continuous_vs_static", batching.continuous_vs_static, "chat lengths in equal memory", ("B6",), 30),
         Experiment("gain_by_spread", batching.gain_by_spread, "continuous over static by spread", ("B7",), 5),
         Experiment("stall_by_chunking", batching.stall_by_chunking, "one long prompt among streams", (), 5),
+        Experiment("replicas", traffic.replicas, "the same traffic on 1 to 8 GPUs", ("B9",), 3),
+        Experiment("capacity_sum", memory.capacity_sum, "how many requests fit", ("C1", "C2", "C5", "C7", "C10")),
         Experiment("memory_by_policy", memory.memory_by_policy, "slots and pages in the same bytes", ("C3",), 5),
         Experiment("prefix_sharing", memory.prefix_sharing, "one prompt's start stored for all", ("C8",), 5),
         Experiment("cost_of_blocks", memory.cost_of_blocks, "one run of memory against blocks", (), 5),
         Experiment("kv_quality", formats.kv_quality, "KV formats: bytes, and quality against fp32",
                    ("D1", "D2", "D4", "D5"), 80, formats.QUALITY_TABLES),
         Experiment("key_errors", formats.key_errors, "int4 keys: errors of each way to store them", (), 10),
+        Experiment("out_of_cache", memory.out_of_cache, "a server that refuses while it computes little", ("C4",), 2),
+        Experiment("output_caps", memory.output_caps, "what a cap on answers saves", ("C9",), 2),
+        Experiment("load_sweep", traffic.load_sweep, "one GPU from 1 to 256 clients", ("F1",), 2),
+        Experiment("pools", traffic.pools, "chats and offline work, mixed and apart", ("F2",), 3),
+        Experiment("caps_and_caching", traffic.caps_and_caching, "capped answers, cached prompts", ("F3",), 3),
+        Experiment("watch", traffic.watch, "every figure that is worth watching", ("F4",), 1),
+        Experiment("achieved_batch", traffic.achieved_batch, "a batch of 3, and one that fills", ("F5",), 3),
+        Experiment("cures", traffic.cures, "symptom, cure, before and after", ("F6",), 5),
+        Experiment("disaggregation", traffic.disaggregation, "prefill and decoding apart", ("F7",), 3),
+        Experiment("worked_example", traffic.worked_example, "8B on one A100", ("G1", "G2", "G3"), 3),
     )
 }
 

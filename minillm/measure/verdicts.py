@@ -203,7 +203,36 @@ def b7(rows: Rows) -> Verdict:
     return judged(abs(equal - 1) <= 0.05 and widens, f"continuous over static, by CV: {listed}")
 
 
+def b9(rows: Rows) -> Verdict:
+    """Eight replicas make less than 6.4 times one's tokens/s, and each runs at most half of its mean batch."""
+    one, eight = find(rows, replicas=1), find(rows, replicas=8)
+    measured = (
+        f"8 replicas make {eight['times_one']:.2f} times the tokens/s of one, with {eight['mean_rows']:.1f} rows each "
+        f"in place of {one['mean_rows']:.1f}"
+    )
+    return judged(eight["times_one"] < 6.4 and eight["mean_rows"] <= one["mean_rows"] / 2, measured)
+
+
 # -- C: the cache is the capacity -----------------------------------------------------------------
+
+EXAMPLE = {"model": "llama-3-8b", "kv_format": "bf16", "context_tokens": 4096}
+
+
+def c1(rows: Rows) -> Verdict:
+    """80 GB less 16 and 4, over one request at 4,096 tokens, is 111, rounded down."""
+    row = find(rows, **EXAMPLE)
+    measured = f"{row['cache_gb']:.4g} GB / {row['request_gb']:.3f} GB = {row['max_concurrent']} requests"
+    return judged(row["max_concurrent"] == 111 == row["cache_gb"] // row["request_gb"], measured)
+
+
+def c2(rows: Rows) -> Verdict:
+    """For every preset a store takes exactly the formula's bytes per token."""
+    presets = [row for row in rows if row.get("formula_bytes")]
+    column(presets, "stored_bytes")
+    wrong = [row["model"] for row in presets if row["stored_bytes"] != row["formula_bytes"]]
+    sizes = [row["formula_bytes"] for row in presets]
+    return judged(not wrong, f"{len(presets) - len(wrong)} of {len(presets)} models take it exactly: {min(sizes):,} to "
+                             f"{max(sizes):,} bytes at 16 bits")
 
 
 def c3(rows: Rows) -> Verdict:
@@ -218,6 +247,62 @@ def c3(rows: Rows) -> Verdict:
     return judged(slots["wasted_share"] > 0.5 and less, measured)
 
 
+def c4(rows: Rows) -> Verdict:
+    """Requests are refused with the cache at least 95 % full and the arithmetic at most 45 % used; with more memory the
+    same load is refused less than half as often. What is read as utilisation is the condition."""
+    column(rows, "refused")
+    little, much = (pick(rows, key=lambda row: row["cache_gb"]) for pick in (min, max))
+    measured = (
+        f"{little['refused_share']:.0%} refused with {little['cache_peak_share']:.0%} of the cache in use and "
+        f"{little['mfu']:.0%} of the arithmetic; with {much['cache_gb']} GB of cache {much['refused_share']:.0%}"
+    )
+    full = little["refused"] > 0 and little["cache_peak_share"] >= 0.95 and little["mfu"] <= 0.45
+    condition = f"the gauge for time in use reads {little['busy_share']:.0%}"
+    return judged(full and much["refused_share"] < little["refused_share"] / 2, measured, condition)
+
+
+def c5(rows: Rows) -> Verdict:
+    """At half of the context twice as many fit, give or take the rounding of one."""
+    whole, half = find(rows, **EXAMPLE), find(rows, **EXAMPLE | {"context_tokens": 2048})
+    measured = f"{whole['max_concurrent']} at 4,096 tokens, {half['max_concurrent']} at 2,048"
+    return judged(abs(half["max_concurrent"] - 2 * whole["max_concurrent"]) <= 1, measured)
+
+
+def c7(rows: Rows) -> Verdict:
+    """Without grouping every cache would be larger by exactly heads over KV heads."""
+    presets = [row for row in rows if row.get("kv_heads")]
+    column(presets, "times_without_gqa")
+    right = [row for row in presets if row["times_without_gqa"] == row["heads"] / row["kv_heads"]]
+    example = find(presets, model="llama-3-8b")
+    measured = f"{len(right)} of {len(presets)} models; llama-3-8b: {example['times_without_gqa']:g} times"
+    return judged(len(right) == len(presets), measured)
+
+
+def c9(rows: Rows) -> Verdict:
+    """As slots, a batch under the tight cap has at least 1.25 times the rows that it has under the loose one, and the
+    p99 latency is lower. With blocks no memory is reserved: the condition."""
+    column(rows, "mean_rows")
+    caps = [row["cap_tokens"] for row in rows]
+    loose, tight = (find(rows, kv="slots", cap_tokens=cap) for cap in (max(caps), min(caps)))
+    blocks = find(rows, kv="paged", cap_tokens=max(caps))
+    measured = (
+        f"slots under caps of {max(caps):,} and {min(caps):,} tokens: {loose['mean_rows']:.1f} and "
+        f"{tight['mean_rows']:.1f} rows, p99 latency {loose['latency_p99_s']:.3g} and {tight['latency_p99_s']:.3g} s"
+    )
+    gained = tight["mean_rows"] >= 1.25 * loose["mean_rows"] and tight["latency_p99_s"] < loose["latency_p99_s"]
+    condition = f"for memory, only without paging: blocks keep {blocks['mean_rows']:.1f} rows under the loose cap"
+    return judged(gained, measured, condition)
+
+
+def c10(rows: Rows) -> Verdict:
+    """In the articles' sum the parts make up the memory and the cache is the largest."""
+    row = find(rows, **EXAMPLE)
+    parts = {name: row[f"{name}_gb"] for name in ("weights", "cache", "overhead")}
+    measured = ", ".join(f"{name} {gb:.3g} GB" for name, gb in parts.items()) + f" of {row['memory_gb']:.3g}"
+    adds_up = abs(sum(parts.values()) - row["memory_gb"]) < 1e-6
+    return judged(adds_up and parts["cache"] == max(parts.values()), measured)
+
+
 def c8(rows: Rows) -> Verdict:
     """Sharing skips half of the prompts' tokens or more and lowers TTFT; one changed first token loses it all."""
     alone, shared = find(rows, case="no sharing"), find(rows, case="shared prefix")
@@ -229,3 +314,137 @@ def c8(rows: Rows) -> Verdict:
     )
     skipped = shared["found"] >= 0.5 * shared["prompt_tokens"] and shared["ttft_p50_ms"] < alone["ttft_p50_ms"]
     return judged(skipped and changed["found"] == 0, measured)
+
+
+# -- F: running a service -------------------------------------------------------------------------
+
+
+def f1(rows: Rows) -> Verdict:
+    """From the lightest load to the heaviest tokens/s at least quadruple and the p99 latency at least doubles, and no
+    load has both 90 % of the best throughput and at most 110 % of the best latency."""
+    column(rows, "tokens_per_s")
+    light, heavy = (pick(rows, key=lambda row: row["clients"]) for pick in (min, max))
+    best, least = max(row["tokens_per_s"] for row in rows), min(row["latency_p99_s"] for row in rows)
+    both = [row for row in rows if row["tokens_per_s"] >= 0.9 * best and row["latency_p99_s"] <= 1.1 * least]
+    measured = (
+        f"{light['clients']} to {heavy['clients']} clients: {light['tokens_per_s']:,.0f} to "
+        f"{heavy['tokens_per_s']:,.0f} tokens/s, p99 latency {light['latency_p99_s']:.3g} to "
+        f"{heavy['latency_p99_s']:.3g} s"
+    )
+    more = heavy["tokens_per_s"] >= 4 * light["tokens_per_s"]
+    return judged(more and heavy["latency_p99_s"] >= 2 * light["latency_p99_s"] and not both, measured)
+
+
+def f2(rows: Rows) -> Verdict:
+    """With a pool of their own, chats have at most half of the p99 TTFT. What the offline work loses is the condition,
+    if it is more than a tenth."""
+    mixed, apart = find(rows, layout="mixed"), find(rows, layout="separate pools")
+    kept = apart["heap_tokens_per_s"] / mixed["heap_tokens_per_s"]
+    measured = (
+        f"chats' p99 TTFT {mixed['chat_ttft_p99_s']:.3g} s mixed, {apart['chat_ttft_p99_s']:.3g} s apart; offline "
+        f"work at {kept:.0%} of its tokens/s"
+    )
+    condition = "" if kept >= 0.9 else "where chats leave their GPU half idle, the offline work pays for it"
+    return judged(apart["chat_ttft_p99_s"] <= mixed["chat_ttft_p99_s"] / 2, measured, condition)
+
+
+def f3(rows: Rows) -> Verdict:
+    """Capped answers lower the p99 latency by a fifth or more; cached prompts at least halve the p99 of the queue."""
+    free, cap = find(rows, case="answers as they come"), find(rows, case="answers capped at 200")
+    computed, cached = find(rows, case="prompts computed"), find(rows, case="prompts cached")
+    measured = (
+        f"p99 latency {free['latency_p99_s']:.3g} to {cap['latency_p99_s']:.3g} s under the cap; p99 queue "
+        f"{computed['queue_p99_s']:.3g} to {cached['queue_p99_s']:.3g} s with cached prompts"
+    )
+    shorter = cap["latency_p99_s"] <= 0.8 * free["latency_p99_s"]
+    return judged(shorter and cached["queue_p99_s"] <= computed["queue_p99_s"] / 2, measured)
+
+
+WATCHED = ("ttft_p50_s", "ttft_p99_s", "itl_p50_ms", "itl_p99_ms", "tokens_per_s", "achieved_batch_mean_rows",
+           "achieved_batch_steps_kept", "kv_occupancy_peak_share", "queue_depth_peak", "queue_wait_p99_s")
+
+
+def f4(rows: Rows) -> Verdict:
+    """Every figure of the list comes out of one run's records."""
+    values = {row["metric"]: row["value"] for row in rows}
+    if not values:
+        raise Missing("no row with a metric")
+    absent = [name for name in WATCHED if values.get(name) is None]
+    return judged(not absent, f"{len(WATCHED) - len(absent)} of {len(WATCHED)} figures from one run's records"
+                              + (f"; not: {', '.join(absent)}" if absent else ""))
+
+
+def f5(rows: Rows) -> Verdict:
+    """Two runs whose GPU is busy alike, within 5 %: tokens/s differ by at least half as much as the mean batch, and by
+    2 times or more."""
+    thin, full = find(rows, setup="slots for the longest answer"), find(rows, setup="blocks as tokens appear")
+    speed, batch = full["tokens_per_s"] / thin["tokens_per_s"], full["mean_rows"] / thin["mean_rows"]
+    measured = (
+        f"{thin['mean_rows']:.1f} rows give {thin['tokens_per_s']:,.0f} tokens/s, {full['mean_rows']:.1f} give "
+        f"{full['tokens_per_s']:,.0f}; the GPU is in use {thin['busy_share']:.0%} and "
+        f"{full['busy_share']:.0%} of the time"
+    )
+    alike = abs(thin["busy_share"] - full["busy_share"]) <= 0.05
+    return judged(alike and speed >= 2 and speed >= batch / 2, measured)
+
+
+def f6(rows: Rows) -> Verdict:
+    """Every cure makes its symptom's figure better by a fifth or more."""
+    gains = column(rows, "times_better")
+    listed = "; ".join(f"{row['symptom']}: {row['cure']}, {row['times_better']:.3g} times better" for row in rows)
+    return judged(min(gains) >= 1.2, listed)
+
+
+def f7(rows: Rows) -> Verdict:
+    """Apart, the p99 gap between tokens is at most half. A longer TTFT or fewer tokens/s are the condition."""
+    both, apart = find(rows, layout="both on both"), find(rows, layout="apart")
+    measured = (
+        f"p99 gap {both['itl_p99_ms']:.3g} ms on both, {apart['itl_p99_ms']:.3g} ms apart; p50 TTFT "
+        f"{both['ttft_p50_s']:.3g} and {apart['ttft_p50_s']:.3g} s; tokens/s {both['tokens_per_s']:,.0f} and "
+        f"{apart['tokens_per_s']:,.0f}"
+    )
+    slower = apart["ttft_p50_s"] > 1.1 * both["ttft_p50_s"]
+    return judged(apart["itl_p99_ms"] <= both["itl_p99_ms"] / 2, measured,
+                  "prompts wait longer for their one GPU" if slower else "")
+
+
+# -- G: the worked example ------------------------------------------------------------------------
+
+
+def example_rows(rows: Rows) -> tuple[dict, dict, dict]:
+    return tuple(find(rows, setup=setup) for setup in
+                 ("static batch of 8", "continuous, paged", "continuous, paged, 8-bit KV"))
+
+
+def g1(rows: Rows) -> Verdict:
+    """Continuous batching with paging makes at least half and at most twice 9.2 times a static batch's tokens/s."""
+    static, paged, eight = example_rows(rows)
+    times = paged["tokens_per_s"] / static["tokens_per_s"]
+    measured = (
+        f"{static['tokens_per_s']:,.0f}, {paged['tokens_per_s']:,.0f} and {eight['tokens_per_s']:,.0f} tokens/s: "
+        f"{times:.1f} and {eight['tokens_per_s'] / static['tokens_per_s']:.1f} times"
+    )
+    return judged(9.2 / 2 <= times <= 2 * 9.2, measured)
+
+
+def g2(rows: Rows) -> Verdict:
+    """With 8-bit keys and values, and as many more clients, tokens/s rise and the p99 latency rises too."""
+    _, paged, eight = example_rows(rows)
+    measured = (
+        f"{paged['clients']} to {eight['clients']} clients: {paged['tokens_per_s']:,.0f} to "
+        f"{eight['tokens_per_s']:,.0f} tokens/s, p99 latency {paged['latency_p99_s']:.3g} to "
+        f"{eight['latency_p99_s']:.3g} s"
+    )
+    return judged(eight["tokens_per_s"] > paged["tokens_per_s"] and eight["latency_p99_s"] > paged["latency_p99_s"],
+                  measured)
+
+
+def g3(rows: Rows) -> Verdict:
+    """Each cost is the price over the tokens of an hour, within 0.1 %."""
+    costs = column(rows, "cost_per_million_output_tokens")
+    right = all(
+        abs(row["cost_per_million_output_tokens"] * row["tokens_per_s"] * 3600 / 1e6 / row["price_per_hour"] - 1) < 1e-3
+        for row in rows
+    )
+    listed = ", ".join(f"${cost:.3g}" for cost in costs)
+    return judged(right, f"{listed} a million tokens at ${rows[0]['price_per_hour']:g} an hour")
