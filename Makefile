@@ -7,7 +7,7 @@ NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
 NBVAL := TQDM_DISABLE=1 $(PY) -m pytest --nbval-lax --nbval-current-env
 
 .DEFAULT_GOAL := help
-.PHONY: help ladder lab test test-all lint notebooks readme clean
+.PHONY: help ladder lab test test-all lint notebooks readme room-kit browser clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -41,6 +41,13 @@ notebooks: .venv/installed  ## write the notebooks from notebooks/src, run them,
 
 readme: .venv/installed  ## write the README's tables and picture from the recorded measurements
 	$(PY) notebooks/readme.py
+
+room-kit: .venv/installed  ## one folder that installs the course without a network (ARGS="--python 3.12 --platforms linux")
+	$(PY) notebooks/room/kit.py $(ARGS)
+
+browser: .venv/installed  ## move the course's sliders in a real browser (installs Playwright, and Chromium if there is none)
+	$(PY) -m pip install -q -c constraints.txt playwright
+	$(PY) -m pytest tests/browser
 
 clean:  ## back to a fresh clone (the model stays in your cache)
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
