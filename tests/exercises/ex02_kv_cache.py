@@ -1,0 +1,130 @@
+"""Wrong and right answers to exercise 2."""
+
+import torch
+from wrong_answers import Mutant
+
+from minillm.ladder.attention import attend, causal_mask
+
+MUTANTS = [
+    Mutant("kv_cache", "forgets to store", "self.keys[layer], self.values[layer] = k, v", "pass",
+           caught_by="a new token sees what was stored before"),
+    Mutant("kv_cache", "stores the first call only", "self.keys[layer], self.values[layer] = k, v",
+           "self.keys.setdefault(layer, k); self.values.setdefault(layer, v)",
+           caught_by="everything that was fed is kept, not only the last call's"),
+    Mutant("kv_cache", "new before old", "torch.cat((self.keys[layer], k))", "torch.cat((k, self.keys[layer]))",
+           caught_by="a new token sees what was stored before"),
+    Mutant("kv_cache", "keys in the values' place", "torch.cat((self.values[layer], v))",
+           "torch.cat((self.keys[layer], v))", caught_by="a new token sees what was stored before"),
+    Mutant("kv_cache", "one store for all layers", "if layer in self.keys:",
+           "layer = 0\n        if layer in self.keys:",
+           caught_by="each layer has its own keys and values"),
+    Mutant("kv_cache", "one store for all caches", "self.keys, self.values = {}, {}",
+           "KVCache.shared = KVCache.__dict__.get('shared') or ({}, {}); self.keys, self.values = KVCache.shared",
+           caught_by="two sequences do not share a cache"),
+    Mutant("kv_cache", "no mask among the new tokens", "return attention(q, k, v)",
+           "return torch.cat([attention(row[None], k, v) for row in q])",
+           caught_by="the first tokens attend to themselves"),
+    Mutant("kv_cache", "no mask on a warm cache", "        self.keys[layer], self.values[layer] = k, v\n        return",
+           "        warm = layer in self.keys\n        self.keys[layer], self.values[layer] = k, v\n"
+           "        if warm:\n            return torch.cat([attention(row[None], k, v) for row in q])\n        return",
+           caught_by="several tokens on a warm cache see what stands before each of them, in order"),
+    Mutant("cached_decode", "takes the first row", "logits[-1]", "logits[0]",
+           caught_by="the first token is the model's choice behind the prompt"),
+    Mutant("cached_decode", "feeds everything again", "        answer += feed\n",
+           "        answer += feed\n        feed = [*prompt_ids, *answer]; position = 0\n",
+           caught_by="the prompt is fed once, and then one token a step"),
+    Mutant("cached_decode", "positions from 0 in every pass", "torch.arange(position, position + len(feed))",
+           "torch.arange(len(feed))", caught_by="each token is fed at its place in the text"),
+    Mutant("cached_decode", "positions off by one behind the prompt", "position += len(feed)",
+           "position += len(feed) + 1 if position == 0 else len(feed)",
+           caught_by="each token is fed at its place in the text"),
+    Mutant("cached_decode", "one token too many", "while len(answer) < max_tokens", "while len(answer) <= max_tokens",
+           caught_by="the first token is the model's choice behind the prompt"),
+    Mutant("cached_decode", "always one token", "while len(answer) < max_tokens:",
+           "while not answer or len(answer) < max_tokens:",
+           caught_by="it makes exactly max_tokens tokens, and does not feed the last"),
+    Mutant("cached_decode", "feeds the last token too", "    return answer",
+           "    model.forward(torch.tensor(feed), torch.tensor([position]), cache)\n    return answer",
+           caught_by="it makes exactly max_tokens tokens, and does not feed the last"),
+    Mutant("cached_decode", "never stops", "if answer[-1] in stop_ids:", "if False:",
+           caught_by="a stop token ends the answer, and is part of it"),
+    Mutant("cached_decode", "leaves the stop token out", "            break",
+           "            answer.pop()\n            break",
+           caught_by="a stop token ends the answer, and is part of it"),
+    Mutant("cached_decode", "stops at the prompt's own token", "answer, feed, position = [], list(prompt_ids), 0",
+           "answer, feed, position = [], list(prompt_ids), 0\n    if prompt_ids[-1] in stop_ids:\n        return []",
+           caught_by="a stop token ends the answer, and is part of it"),
+]
+
+SURVIVORS = {}
+
+
+def attention(q, k, v):
+    mask = causal_mask(len(k) - len(q), len(q), q.shape[1] // k.shape[1], q.dtype)
+    return attend(q[None], k[None], v[None], mask)[0]
+
+
+class CacheOfParts:
+    """Keeps what it was handed in a list, and joins it when it is needed."""
+
+    def __init__(self):
+        self.parts = {}
+
+    def attend(self, layer, q, k, v):
+        parts = self.parts.setdefault(layer, [])
+        parts.append((k, v))
+        keys, values = (torch.cat(side) for side in zip(*parts, strict=True))
+        return attention(q, keys, values)
+
+
+class CacheInDoubles:
+    """Room for the longest, fp64, and attention by einsum."""
+
+    def __init__(self):
+        self.room, self.length = None, {}
+
+    def attend(self, layer, q, k, v):
+        if self.room is None:
+            self.room = torch.full((2, 4, 64, *k.shape[1:]), float("nan"), dtype=torch.float64)
+        start = self.length.get(layer, 0)
+        end = self.length[layer] = start + len(k)
+        self.room[0, layer, start:end], self.room[1, layer, start:end] = k, v
+        group = q.shape[1] // k.shape[1]
+        keys, values = (side[layer, :end].repeat_interleave(group, dim=1) for side in self.room)
+        scores = torch.einsum("nhd,shd->hns", q.double(), keys) / q.shape[-1] ** 0.5
+        ahead = torch.arange(end)[None] > torch.arange(start, end)[:, None]
+        weights = scores.masked_fill(ahead, float("-inf")).softmax(-1)
+        return torch.einsum("hns,shd->nhd", weights, values)
+
+
+@torch.inference_mode()
+def decode_in_two_parts(model, cache, prompt_ids, max_tokens, stop_ids=()):
+    if max_tokens < 1:
+        return []
+    logits = model.forward(torch.tensor(prompt_ids), torch.arange(len(prompt_ids)), cache)
+    answer = [logits[-1].argmax().item()]
+    while len(answer) < max_tokens and answer[-1] not in stop_ids:
+        place = torch.tensor([len(prompt_ids) + len(answer) - 1])
+        answer.append(model.forward(torch.tensor(answer[-1:]), place, cache)[0].argmax().item())
+    return answer
+
+
+@torch.inference_mode()
+def decode_last_row_only(model, cache, prompt_ids, max_tokens, stop_ids=()):
+    text = [*prompt_ids]
+    done = 0
+    for _ in range(max_tokens):
+        fed = torch.tensor(text[done:])
+        last = torch.tensor([len(fed) - 1])
+        logits = model.forward(fed, torch.arange(len(text))[done:], cache, last)
+        done = len(text)
+        text.append(int(logits.topk(1).indices))
+        if text[-1] in stop_ids:
+            break
+    return text[len(prompt_ids) :]
+
+
+ALTERNATIVES = {
+    "kv_cache": [CacheOfParts, CacheInDoubles],
+    "cached_decode": [decode_in_two_parts, decode_last_row_only],
+}
