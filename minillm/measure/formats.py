@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from torch import Tensor
+
 from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import (
     ChannelScaling,
@@ -16,7 +18,6 @@ from minillm.ladder.quantized import (
     kv_bytes_per_token,
 )
 from minillm.ladder.request import SamplingParams
-from minillm.measure import quality
 from minillm.measure.chapters import measured
 from minillm.measure.key_errors import (
     TOKEN_BLOCK,
@@ -29,7 +30,20 @@ from minillm.measure.key_errors import (
 )
 from minillm.measure.measurement import Measurement
 from minillm.measure.prompts import CHAT_PROMPTS
-from minillm.measure.quality import Corpus, HiddenCode, hidden_codes, loss_row, python_help, retrieved, token_losses
+from minillm.measure.quality import (
+    FREQUENCY_BUCKETS,
+    POSITION_BUCKETS,
+    Corpus,
+    HiddenCode,
+    Losses,
+    copy_row,
+    hidden_codes,
+    loss_row,
+    python_help,
+    repeated,
+    retrieved,
+    token_losses,
+)
 from minillm.measure.rungs import agreement, first_divergence
 from minillm.measure.setting import Setting
 
@@ -86,8 +100,8 @@ SCHEMES = (
 # -- what is printed ------------------------------------------------------------------------------
 
 _BUCKETS = {
-    **{f"{name}_tokens": f"{name} tokens" for name in quality.FREQUENCY_BUCKETS},
-    **{f"at_{name}": f"at {name.replace('_', ' ')}" for name in quality.POSITION_BUCKETS},
+    **{f"{name}_tokens": f"{name} tokens" for name in FREQUENCY_BUCKETS},
+    **{f"at_{name}": f"at {name.replace('_', ' ')}" for name in POSITION_BUCKETS},
 }
 LENGTHS = {"quick": (256, 768), "full": (512, 1024, 2048, 4096)}  # of the texts that hide codes, in tokens
 TEXT_TOKENS = 8192  # of such texts, for each length
@@ -104,7 +118,8 @@ _FOUND = {f"found_in_{n}_percent": f"found in {n:,} %" for n in sorted({*LENGTHS
 QUALITY_TABLES = (
     {"scheme": "scheme", "kv_bytes_per_token": "bytes per token", "share_of_16_bit": "of 16 bit", **_TEXT},
     {"scheme": "loss grows by (nats)", **_LOSS},
-    {"scheme": "codes found", **_FOUND},
+    {"scheme": "abilities", "copied_percent": "copied %", "copying_change_nats": "loss grows by (nats)",
+     "copying_change_error_nats": "+-", **_FOUND},
 )
 
 
@@ -113,10 +128,15 @@ QUALITY_TABLES = (
 
 @dataclass(frozen=True)
 class Task:
-    """What every format is asked to do: text to predict, codes to find by length of the text, prompts to answer."""
+    """What every format is asked to do.
+
+    documents [R, T + 1] to predict, copies [R', T' + 1] to predict that say everything twice,
+    codes to find by the length of the text that hides them, prompts to answer greedily.
+    """
 
     corpus: Corpus
-    documents: object  # Tensor [R, T + 1]
+    documents: Tensor
+    copies: Tensor
     codes: dict[int, list[list[HiddenCode]]]
     prompts: list[list[int]]
     max_tokens: int
@@ -125,6 +145,7 @@ class Task:
     def of(cls, setting: Setting) -> Task:
         tokenizer, corpus = setting.tokenizer, python_help(setting.tokenizer)
         documents = corpus.documents(*setting.size((1, 1024), (3, 4096)))
+        copies = repeated(setting.config.vocab_size, *setting.size((1, 256), (6, 256)), seed=setting.seed)
         lengths, texts, hidden = setting.size((LENGTHS["quick"], 1, 4), (LENGTHS["full"], 8, 4))
         codes = {
             length: [
@@ -135,21 +156,22 @@ class Task:
         }
         number, max_tokens = setting.size((4, 24), (24, 48))
         prompts = [tokenizer.chat(prompt) for prompt in CHAT_PROMPTS[:number]]
-        return cls(corpus, documents, codes, prompts, max_tokens)
+        return cls(corpus, documents, copies, codes, prompts, max_tokens)
 
 
 @dataclass(frozen=True)
 class Answers:
     """What one format did with the task. found: by length, whether each code was named."""
 
-    losses: quality.Losses
+    losses: Losses
+    copying: Losses
     found: dict[int, list[bool]] | None = None
     greedy: list[list[int]] | None = None
 
 
 def answers(setting: Setting, model, task: Task, storage_for, **engine_settings) -> Answers:
     """Run one format through the whole task."""
-    losses = token_losses(model, task.documents, storage_for)
+    losses, copying = (token_losses(model, texts, storage_for) for texts in (task.documents, task.copies))
     room = max(task.codes) + 512  # for the question around the text
     make = partial(Engine, model, max_context=room, max_step_tokens=512, **engine_settings)
     found = {
@@ -157,15 +179,20 @@ def answers(setting: Setting, model, task: Task, storage_for, **engine_settings)
         for length, texts in task.codes.items()
     }
     greedy = make().generate(task.prompts, SamplingParams(max_tokens=task.max_tokens))
-    return Answers(losses, found, [answer.token_ids for answer in greedy])
+    return Answers(losses, copying, found, [answer.token_ids for answer in greedy])
 
 
 def answer_row(task: Task, got: Answers, reference: Answers) -> dict:
     """Quality as columns: loss and its buckets, codes found, and agreement of greedy answers."""
     row = loss_row(got.losses, reference.losses, task.documents, task.corpus.occurrences)
+    row |= copy_row(got.copying, reference.copying, task.copies)
     if got.found is not None:
         for length, right in got.found.items():
-            row |= {f"found_in_{length}_percent": 100 * sum(right) / len(right), f"asked_in_{length}": len(right)}
+            lost = sum(before and not now for before, now in zip(reference.found[length], right, strict=True))
+            row |= {
+                f"found_in_{length}_percent": 100 * sum(right) / len(right),
+                f"asked_in_{length}": len(right), f"lost_in_{length}": lost,
+            }
         row |= greedy_row(got.greedy, reference.greedy)
     return row | {"text": task.corpus.source, "text_sha256": task.corpus.sha256}
 
@@ -192,7 +219,7 @@ def kv_quality(setting: Setting) -> Measurement:
         if scheme.served:
             got = answers(setting, model, task, storage_for, kv_format=scheme.kv_format, key_transform=transform)
         else:
-            got = Answers(token_losses(model, task.documents, storage_for))
+            got = Answers(*(token_losses(model, texts, storage_for) for texts in (task.documents, task.copies)))
         reference = reference or got
         rows.append({
             "scheme": scheme.name, "kv_format": scheme.kv_format, "served": scheme.served,

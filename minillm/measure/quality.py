@@ -1,4 +1,4 @@
-"""What a format costs in quality: real text, a hidden number, and greedy answers, each against fp32.
+"""What a format costs in quality: real text, copies, a hidden number and greedy answers, each against fp32.
 
 Text is the reference help that every Python carries (`pydoc_data.topics`). It is run through
 the engine's own attention, so that every key and value that a token sees has been stored in
@@ -102,20 +102,20 @@ def _document_losses(model, document: Tensor, storage: KVStorage, chunk: int) ->
     return nats, first_choice
 
 
-def with_error(values: Tensor) -> tuple[float, float]:
-    """The mean of values [R, T] and its error bar: two standard errors over blocks of neighbours."""
-    size = min(ERROR_BLOCK, values.shape[1])
-    whole = values.shape[1] // size * size
-    blocks = values[:, :whole].unflatten(1, (-1, size)).mean(-1).flatten()  # [blocks]
-    error = 2 * float(blocks.std()) / len(blocks) ** 0.5 if len(blocks) > 1 else math.inf
-    return float(values.mean()), error
+def with_error(values: Tensor, chosen: Tensor | None = None) -> tuple[float, float]:
+    """The mean of the chosen values [R, T] (all if None), and two standard errors of it over blocks of neighbours."""
+    chosen = torch.ones_like(values, dtype=torch.bool) if chosen is None else chosen
+    mean = values[chosen].mean()
+    away = torch.where(chosen, values - mean, 0.0)
+    away = F.pad(away, (0, -away.shape[1] % ERROR_BLOCK)).unflatten(1, (-1, ERROR_BLOCK))  # [R, blocks, ERROR_BLOCK]
+    return float(mean), 2 * float(away.sum(-1).square().sum().sqrt() / chosen.sum())
 
 
 def loss_row(losses: Losses, reference: Losses, documents: Tensor, occurrences: Tensor) -> dict:
     """Perplexity, its change against the reference's, and the loss by token frequency and by position."""
-    difference, targets = losses.nats - reference.nats, documents[:, 1:]
+    targets = documents[:, 1:]
     mean, error = with_error(losses.nats)
-    change, change_error = with_error(difference)
+    change, change_error = with_error(losses.nats - reference.nats)
     row = {
         "tokens": targets.numel(),
         "perplexity": math.exp(mean),
@@ -127,23 +127,39 @@ def loss_row(losses: Losses, reference: Losses, documents: Tensor, occurrences: 
     positions = torch.arange(targets.shape[1]).expand_as(targets)
     for name, (low, high) in FREQUENCY_BUCKETS.items():
         count = occurrences[targets]
-        row |= _bucket(f"{name}_tokens", losses.nats, difference, (count > low) & (count <= high))
+        row |= part_of_loss(f"{name}_tokens", losses, reference, (count > low) & (count <= high))
     for name, (low, high) in POSITION_BUCKETS.items():
-        row |= _bucket(f"at_{name}", losses.nats, difference, (positions >= low) & (positions < high))
+        row |= part_of_loss(f"at_{name}", losses, reference, (positions >= low) & (positions < high))
     return row
 
 
-def _bucket(name: str, nats: Tensor, difference: Tensor, chosen: Tensor) -> dict:
-    """The loss of the chosen tokens, and by how much it grew with its error bar; None where there are none."""
-    count = int(chosen.sum())
-    if count < 2:
-        return {f"{name}_loss_nats": None, f"{name}_change_nats": None, f"{name}_change_error_nats": None}
-    picked = difference[chosen]
-    return {
-        f"{name}_loss_nats": float(nats[chosen].mean()),
-        f"{name}_change_nats": float(picked.mean()),
-        f"{name}_change_error_nats": 2 * float(picked.std()) / count**0.5,
-    }
+def part_of_loss(name: str, losses: Losses, reference: Losses, chosen: Tensor) -> dict:
+    """The loss of the chosen tokens [R, T], and by how much it grew with its error bar; None where there are none."""
+    columns = f"{name}_loss_nats", f"{name}_change_nats", f"{name}_change_error_nats"
+    if not chosen.any():
+        return dict.fromkeys(columns)
+    change = with_error(losses.nats - reference.nats, chosen)
+    return dict(zip(columns, (float(losses.nats[chosen].mean()), *change), strict=True))
+
+
+# -- a text that is said twice --------------------------------------------------------------------
+
+
+def repeated(vocab_size: int, number: int, tokens: int, seed: int = 0) -> Tensor:
+    """`number` documents [number, 2 tokens + 1] of random tokens, said twice: the second time can only be copied.
+
+    To copy, a token must find the one place before it that is like itself: attention at its most exact.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    once = torch.randint(vocab_size // 50, vocab_size * 4 // 5, (number, tokens), generator=draw)  # whole words, mostly
+    return torch.cat((once, once, once[:, :1]), dim=1)
+
+
+def copy_row(losses: Losses, reference: Losses, documents: Tensor) -> dict:
+    """Of the second time: the share whose first choice is right, and the loss."""
+    second = torch.arange(losses.nats.shape[1]).expand_as(losses.nats) >= losses.nats.shape[1] // 2
+    right = (losses.first_choice == documents[:, 1:])[second].float().mean()
+    return {"copied_percent": 100 * float(right), **part_of_loss("copying", losses, reference, second)}
 
 
 # -- a number hidden in filler --------------------------------------------------------------------
