@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
+import torch
 from fakes import BLOCK_SIZE, FakeTokenizer, NoProposer, expected_output, fake_engine, outputs, steps
 
 from minillm.ladder.request import RequestError, SamplingParams
@@ -45,8 +49,15 @@ def test_no_prompts_give_no_answers():
         ([1, 97], ["97", "place 1"]),  # not in the vocabulary
         ([-1], ["-1", "place 0"]),
         ("text", ["tokenizer"]),
+        ([1, 2.0], ["2.0", "place 1"]),
+        ([True, 2], ["True", "place 0"]),
+        ([1, "2"], ["'2'", "place 1"]),
+        ([torch.tensor(True)], ["place 0"]),
+        ([[1, 2]], ["[1, 2]", "place 0"]),
+        (3, ["list of token ids", "prompts is a list"]),  # generate([1, 2, 3]): one prompt where a list of them belongs
     ],
-    ids=["empty", "too long", "id too high", "negative id", "text without a tokenizer"],
+    ids=["empty", "too long", "id too high", "negative id", "text without a tokenizer", "a float", "a bool", "a digit",
+         "a tensor of bool", "a list of lists", "a bare number"],
 )
 @pytest.mark.parametrize("call", ["generate", "stream"])
 def test_one_bad_prompt_refuses_the_whole_call_and_names_its_index(bad, numbers, call):
@@ -56,6 +67,21 @@ def test_one_bad_prompt_refuses_the_whole_call_and_names_its_index(bad, numbers,
     assert str(refusal.value).startswith("prompt 2: ")
     assert all(number in str(refusal.value) for number in numbers)
     assert not engine.has_work, "prompts before the bad one were queued all the same"
+
+
+def test_whole_numbers_of_numpy_and_torch_are_token_ids():
+    given = [np.arange(1, 4), torch.arange(1, 4), range(1, 4), [np.int64(1), torch.tensor(2), 3]]
+    for answer in fake_engine().generate(given, params(3)):
+        assert (answer.prompt_ids, answer.token_ids) == ([1, 2, 3], expected_output((1, 2, 3), 3))
+        assert all(type(token) is int for token in answer.prompt_ids)
+
+
+@pytest.mark.parametrize("moment", [math.inf, -math.inf, math.nan])
+def test_a_moment_that_never_comes_is_refused(moment):
+    engine = fake_engine()
+    with pytest.raises(RequestError, match="arrival"):
+        engine.add([1], params(), arrival=moment)
+    assert not engine.has_work
 
 
 @pytest.mark.parametrize("number", [1, 3])
@@ -269,6 +295,22 @@ def test_a_failed_step_is_undone_and_can_be_repeated(error, batching, kv):
             events.append(engine.step())
     assert outputs(events) == {name: expected_output(p, 6) for name, p in prompts.items()} | {"no token": []}
     assert engine.stats().blocks_live == 0
+
+
+def test_who_joined_and_who_was_sent_away_before_a_failed_forward_is_counted():
+    engine = fake_engine(blocks=5)
+    for name, first in [("a", 10), ("b", 20)]:
+        engine.add([first, 1, 2, 3], params(12), name)
+    while engine.has_work:
+        engine.executor.error = RuntimeError("out of memory")
+        with pytest.raises(RuntimeError):
+            engine.step()
+        engine.executor.error = None
+        engine.step()
+    totals, lives = engine.records.totals, engine.records.requests
+    assert totals["preempted"] == sum(life.preemptions for life in lives) == 1
+    assert totals["admitted"] == 3  # two, and one again
+    assert totals["output_tokens"] == 24
 
 
 @EVERY_POLICY

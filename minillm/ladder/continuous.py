@@ -54,16 +54,20 @@ class ContinuousBatching:
 
 @dataclass(eq=False, slots=True)
 class Row:
-    """One request's part in a step: the tokens to feed, where the first of them stands, and where they end."""
+    """One request's part in a step: it feeds its tokens from position `start` up to, not including, `end`."""
 
     request: Request
     start: int
     end: int
-    tokens: list[int]
     due: bool  # does it need a token sampled after its last one?
     idle: bool = False  # a finished row that a static batch still carries
     num_drafts: int = 0  # how many tokens a proposer may add, for which there is room
     drafts: list[int] = field(default_factory=list)  # those it added, fed behind the tokens to be verified
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens to feed."""
+        return self.request.tokens[self.start : self.end]
 
     @property
     def span(self) -> RowSpan:
@@ -198,11 +202,11 @@ class Scheduler:
             if request.finished:  # only a static batch still carries it
                 last = request.num_kv - 1
                 if last >= 0:  # else it was aborted before its first chunk, and has nothing to feed again
-                    plan.add(Row(request, last, last + 1, [request.tokens[last]], due=False, idle=True))
+                    plan.add(Row(request, last, last + 1, due=False, idle=True))
             elif request.num_pending == 1 and request not in plan.preempted:
-                end = request.num_kv + 1
-                if self._make_room(request, end, plan):
-                    plan.add(Row(request, end - 1, end, request.tokens[-1:], due=True))
+                start, end = request.num_kv, request.num_kv + 1
+                if self.memory.reserve(request, end) or self._make_room(request, end, plan):
+                    plan.add(Row(request, start, end, due=True))
 
     def _plan_prompts(self, plan: StepPlan) -> None:
         if len(plan.rows) == len(self.running):  # everybody decodes
@@ -217,14 +221,13 @@ class Scheduler:
         number = min(request.num_pending, plan.budget) if self.chunked_prefill else request.num_pending
         end = request.num_kv + number
         if self._has_budget(request, plan) and self._make_room(request, end, plan):
-            start, tokens = request.num_kv, request.tokens
-            plan.add(Row(request, start, end, tokens[start:end], due=end == len(tokens)))
+            plan.add(Row(request, request.num_kv, end, due=end == request.num_tokens))
 
     def _plan_drafts(self, plan: StepPlan) -> None:
         """Let decoding rows verify drafts, with what budget and memory nobody else wants at this step."""
         if self.draft_length is no_drafts:
             return
-        decoding = [row for row in plan.rows if row.due and len(row.tokens) == 1]
+        decoding = [row for row in plan.rows if row.due and row.end - row.start == 1]
         wanted = self.draft_length(len(decoding)) if decoding else 0
         for row in decoding:
             request = row.request

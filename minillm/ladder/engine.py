@@ -13,6 +13,8 @@ The executor and the clock are the seam between the real engine and a simulated 
 from __future__ import annotations
 
 import heapq
+import math
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -216,6 +218,7 @@ class Engine:
     def abort(self, request_id: RequestId) -> None:
         """End a request now and free what it holds. One that is unknown or has finished is left alone.
 
+        A static batch holds an aborted row's memory, as that of any row that has ended, until its longest ends.
         Its last event, with finish_reason "abort", comes with the next step.
         """
         request = self._requests.get(request_id)
@@ -387,13 +390,16 @@ class Engine:
             raise RequestError(f"request_id {request_id!r} is neither a str nor an int")
         if request_id in self._requests:
             raise RequestError(f"request_id {request_id!r} is taken by a request that has not finished")
+        arrival = self.clock.now() if arrival is None else float(arrival)
+        if not math.isfinite(arrival):
+            raise RequestError(f"arrival {arrival} is no moment that comes; give seconds on the engine's clock")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer: Engine(model, tokenizer)")
         request = Request(
             id=request_id,
             prompt_ids=self._token_ids(prompt),
             params=params,
-            arrival=self.clock.now() if arrival is None else float(arrival),
+            arrival=arrival,
             seed=hash_numbers(self.seed, number) if params.seed is None else params.seed,
             stop_ids=frozenset(params.stop_ids or ()) | (frozenset() if params.ignore_eos else self.eos_ids),
         )
@@ -405,12 +411,13 @@ class Engine:
             if self.tokenizer is None:
                 raise RequestError("a prompt of text needs a tokenizer: Engine(model, tokenizer); or pass token ids")
             return self.tokenizer.encode(prompt)
-        ids = [int(token) for token in prompt]
-        for place, token in enumerate(ids):
-            if not 0 <= token < self.config.vocab_size:
-                size = self.config.vocab_size
-                raise RequestError(f"token id {token} at place {place} is outside the vocabulary of {size:,}")
-        return ids
+        try:
+            ids = list(prompt)
+        except TypeError:
+            raise RequestError(
+                f"a prompt is a list of token ids, or text, not {prompt!r}; and prompts is a list of such prompts"
+            ) from None
+        return check_ids(ids, self.config.vocab_size)
 
     def _queue(self, request: Request) -> None:
         self._requests[request.id] = request
@@ -433,6 +440,29 @@ class Engine:
             self._kept.append(self._event(request, [], "", self.clock.now()))
         else:
             self.scheduler.add(request)
+
+
+def check_ids(tokens: list, vocab_size: int) -> list[int]:
+    """The tokens as Python's whole numbers; RequestError names the first that is none, or not in the vocabulary.
+
+    A float, a bool or a digit is refused, not rounded: whoever passes one has mixed something up.
+    """
+    if set(map(type, tokens)) - {int}:  # whole numbers of numpy and torch will do
+        tokens = [whole_number(token, place) for place, token in enumerate(tokens)]
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        place, token = next((i, t) for i, t in enumerate(tokens) if not 0 <= t < vocab_size)
+        raise RequestError(f"token id {token} at place {place} is outside the vocabulary of {vocab_size:,}")
+    return tokens
+
+
+def whole_number(token, place: int) -> int:
+    """One token id, be it Python's, numpy's or torch's; RequestError for anything else."""
+    try:
+        if "bool" not in str(getattr(token, "dtype", type(token))):
+            return operator.index(token)
+    except TypeError:
+        pass
+    raise RequestError(f"token {token!r} at place {place} is no whole number; a prompt is a list of token ids, or text")
 
 
 def _choose(setting: str, value: str, **choices):

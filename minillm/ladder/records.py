@@ -87,7 +87,8 @@ class Histogram:
     def add(self, *durations: float) -> None:
         """Count some durations, in seconds."""
         for seconds in durations:
-            self.buckets[round(math.log(max(seconds, self.SHORTEST)) / self.GROWTH)] += 1
+            longer = seconds if seconds > self.SHORTEST else self.SHORTEST
+            self.buckets[round(math.log(longer) / self.GROWTH)] += 1
             if self.highest is None or seconds > self.highest:
                 self.highest = seconds
 

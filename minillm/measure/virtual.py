@@ -132,9 +132,9 @@ class VirtualProposer:
     def seconds(self, rows: Sequence[Row]) -> float:
         """One forward of the draft model over what the target is fed too, and one for each further draft."""
         longest = max(row.num_drafts for row in rows)
-        if self.draft is None or (not longest and all(len(row.tokens) == 1 for row in rows)):
+        if self.draft is None or (not longest and all(row.end - row.start == 1 for row in rows)):
             return 0.0
-        fed = self.draft.seconds(StepShape.of((row.start, len(row.tokens), row.due) for row in rows))
+        fed = self.draft.seconds(StepShape.of((row.start, row.end - row.start, row.due) for row in rows))
         further = (
             StepShape.of((row.start + i, 1, 1) for row in rows if row.num_drafts > i) for i in range(1, longest)
         )
