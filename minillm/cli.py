@@ -187,8 +187,19 @@ def _run_all(arguments, names: list[str], root: Path) -> tuple[list, dict[str, s
         rows = outcome.measurement.rows
         tables = find(name).tables or (all_columns(rows),)
         print("\n\n".join(text_table(rows, filled(rows, columns)) for columns in tables))
+        _draw(outcome.measurement, path)
         print(f"{outcome.report(arguments.budget_s)}; written to {path}\n", flush=True)
     return found, failed
+
+
+def _draw(measurement, path: Path) -> None:
+    """A picture beside the file, where there is one of the experiment."""
+    from minillm.show.plots import PICTURES
+
+    if measurement.experiment in PICTURES:
+        picture = path.with_suffix(".png")
+        PICTURES[measurement.experiment](measurement.rows).savefig(picture, dpi=110, bbox_inches="tight")
+        print(f"drawn in {picture}")
 
 
 # -- claims ---------------------------------------------------------------------------------------

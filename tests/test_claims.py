@@ -117,6 +117,10 @@ PLANTED = {
     ),
     "B1": (CURVE, (1, "step_ms", 80.0)),
     "B2": (CURVE, (2, "tokens_per_s", 200.0)),
+    "B3": (
+        [{"clients": n, "tokens_per_s": n / (32 + n) * 1e3, "itl_p50_ms": 32.0 + n} for n in (1, 8, 32, 64, 128, 512)],
+        (5, "itl_p50_ms", 200.0),
+    ),
     "B4": (IDLE, (0, "idle_slot_steps", 0)),
     "B5": (IDLE, (3, "empty_while_waiting", 5)),
     "B6": (

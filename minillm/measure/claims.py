@@ -45,7 +45,7 @@ LEDGER = (
     Claim("B2", "Total tokens/s rise steeply with the batch while each request slows down a little.",
           "at 1, 8, 32, 64: 40, 290, 980, 1,400", verdicts.b2),
     Claim("B3", "The curve has a knee; past it latency grows about linearly and throughput flattens.",
-          "in the tens of requests"),
+          "in the tens of requests", verdicts.b3),
     Claim("B4", "A static batch holds the slot of a finished request until the longest has finished.",
           "80 beside 800 tokens: 720 idle steps", verdicts.b4),
     Claim("B5", "In a continuous batch a finished request leaves at once and no slot idles while anything waits.", "",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from minillm.measure import batching, formats, limits, memory, rungs, traffic
+from minillm.measure import batching, formats, knee, limits, memory, prediction, rungs, traffic
 from minillm.measure.measurement import (
     EXACT,
     VIRTUAL,
@@ -51,6 +51,7 @@ EXPERIMENTS = {
         Experiment("cost_by_length", limits.cost_by_length, "a token behind a text of so many", ("A4",), 5),
         Experiment("utilisation", limits.utilisation, "what the usual gauge reads at batch 1 and 64", ("A5",), 8),
         Experiment("batch_curve", batching.batch_curve, "a step's time by its rows", ("B1", "B2", "B8"), 5),
+        Experiment("knee", knee.knee, "where more clients stop paying", ("B3",), 15),
         Experiment("idle_slots", batching.idle_slots, "slots held by nobody, counted", ("B4", "B5")),
         Experiment("continuous_vs_static", batching.continuous_vs_static, "chat lengths in equal memory", ("B6",), 30),
         Experiment("gain_by_spread", batching.gain_by_spread, "continuous over static by spread", ("B7",), 5),
@@ -65,6 +66,7 @@ EXPERIMENTS = {
         Experiment("key_errors", formats.key_errors, "int4 keys: errors of each way to store them", (), 10),
         Experiment("out_of_cache", memory.out_of_cache, "a server that refuses while it computes little", ("C4",), 2),
         Experiment("output_caps", memory.output_caps, "what a cap on answers saves", ("C9",), 2),
+        Experiment("virtual_prediction", prediction.virtual_prediction, "one run predicts others", (), 30),
         Experiment("load_sweep", traffic.load_sweep, "one GPU from 1 to 256 clients", ("F1",), 2),
         Experiment("pools", traffic.pools, "chats and offline work, mixed and apart", ("F2",), 3),
         Experiment("caps_and_caching", traffic.caps_and_caching, "capped answers, cached prompts", ("F3",), 3),

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from minillm.measure.knee import knee_of
+
 HOLDS, CONDITION, NOT_HERE, NOT_MEASURED = "holds", "holds with a condition", "does not hold here", "not measured"
 Rows = Sequence[dict]
 
@@ -158,6 +160,23 @@ def b8(rows: Rows) -> Verdict:
     best, number = max((row["tokens_per_s"] / row["rows"], row["rows"]) for row in rows if row["rows"] > 1)
     measured = f"alone {alone:.3g} tokens/s; at best {best:.3g} in company, among {number}"
     return judged(best <= 1.05 * alone, measured)
+
+
+def b3(rows: Rows) -> Verdict:
+    """The knee (`knee_of`) is not the last row; past it latency grows by more than half as much as the clients, in
+    per cent, and throughput by less. A knee outside the tens is the condition."""
+    column(rows, "tokens_per_s")
+    at, last = knee_of(rows), max(rows, key=lambda row: row["clients"])
+    if at is last:
+        raise Missing(f"throughput still outgrows latency at {last['clients']} clients: go further")
+    slower, faster = (_power(at["clients"], last["clients"], at[name], last[name])
+                      for name in ("itl_p50_ms", "tokens_per_s"))
+    measured = (
+        f"knee at {at['clients']} clients, {at['tokens_per_s']:,.0f} tokens/s; from there to {last['clients']} latency "
+        f"grows as clients to the {slower:.2f}, throughput to the {faster:.2f}"
+    )
+    condition = "" if 10 <= at["clients"] < 100 else f"on this device at {at['clients']}"
+    return judged(slower > 0.5 > faster, measured, condition)
 
 
 def b4(rows: Rows) -> Verdict:

@@ -27,6 +27,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from minillm.ladder.engine import Engine
 from minillm.ladder.records import Records, RequestRecord, StepRecord
 from minillm.ladder.request import RequestId
+from minillm.measure.knee import knee_of
 
 # The palette of Okabe and Ito (2008), told apart by colour-blind readers; olive for its yellow, too pale on white.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999933")
@@ -418,6 +419,31 @@ def tokens_per_s_curve(rows: Sequence[Mapping], title: str | None = None, at: in
     return figure
 
 
+def knee_curve(rows: Sequence[Mapping], title: str | None = None) -> Figure:
+    """Throughput against the gap between tokens, a point for each number of clients, from rows of `knee`."""
+    at = knee_of(rows)
+    if title is None:
+        last = rows[-1]
+        title = (
+            f"The knee lies at {at['clients']} clients: {last['clients']} make "
+            f"{last['tokens_per_s'] / at['tokens_per_s']:.2f} times its tokens, at "
+            f"{last['itl_p50_ms'] / at['itl_p50_ms']:.1f} times its gap between them"
+        )
+    with drawing(size=(8, 4.5)) as (figure, axes):
+        ax = axes[0, 0]
+        draw_curves(ax, {"clients": _columns(rows, "tokens_per_s", "itl_p50_ms")})
+        for row in rows:
+            ax.annotate(f"{row['clients']}", (row["tokens_per_s"], row["itl_p50_ms"]), xytext=(-6, 6), ha="right",
+                        textcoords="offset points", fontsize=9)
+        ax.plot(at["tokens_per_s"], at["itl_p50_ms"], "o", color=COLOURS[5], markersize=14, fillstyle="none",
+                markeredgewidth=2)
+        ax.set(xlabel="output tokens per second, all clients together", ylabel="ms between a client's tokens, p50")
+        ax.set_xlim(left=0)
+        ax.set_ylim(bottom=0)
+        headline(figure, title)
+    return figure
+
+
 def bars(
     rows: Sequence[Mapping], label: str, parts: Mapping[str, str], title: str, y: str
 ) -> Figure:
@@ -441,3 +467,8 @@ def bars(
 
 def _columns(rows: Sequence[Mapping], x: str, y: str) -> tuple[list, list]:
     return [row[x] for row in rows], [row[y] for row in rows]
+
+
+PICTURES = {  # of experiments, by name: what `minillm measure` draws beside their files
+    "cost_by_length": cost_per_token, "batch_curve": tokens_per_s_curve, "knee": knee_curve,
+}
