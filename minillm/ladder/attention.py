@@ -1,4 +1,4 @@
-"""Cached attention in plain PyTorch: rows of any length over one paged store.
+"""Cached attention: rows of any length over one paged store. Here in plain PyTorch.
 
 One step's tokens lie flat, row after row. Row b brings n_b new tokens and then has S_b
 tokens stored, of which its new ones are the last:
@@ -7,10 +7,10 @@ tokens stored, of which its new ones are the last:
     sees     |  S=9         |  S=30        |  S=12: 9, 10, 11, 12   |   (row-causal, with an offset)
 
 `StepAttention` is built once per step and used by every layer. It works out where each
-new token is stored and which slots each row may read, then gathers the rows into a few
-padded groups, since one product over many short rows costs less than many small ones.
-A padded place repeats a slot of its own row and is masked: a slot that nobody owns may
-hold anything, and 0 times NaN is NaN.
+new token is stored and which slots each row may read. On a GPU `kernels.py` does the rest.
+Elsewhere the rows are gathered into a few padded groups, since one product over many short
+rows costs less than many small ones. A padded place repeats a slot of its own row and is
+masked: a slot that nobody owns may hold anything, and 0 times NaN is NaN.
 
 Letters: N tokens of the step, B rows of a group, n new tokens a row, S stored tokens a
 row, Hq and Hkv heads, G = Hq / Hkv query heads that share a KV head, D head_dim.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ class StepAttention:
         dtype: torch.dtype,
     ) -> None:
         """scratch_slot: where rows that store nothing write. query_group: G. dtype: the model's."""
-        self.storage, self.block_size = storage, block_size
+        self.storage, self.spans, self.block_size = storage, spans, block_size
         self.query_group, self.dtype = query_group, dtype
         self.start = torch.tensor([span.start for span in spans])  # [B]
         self.count = torch.tensor([span.count for span in spans])  # [B]
@@ -78,13 +79,30 @@ class StepAttention:
         self.positions = self.start[row] + torch.arange(len(row)) - self.first[row]  # [N]
         stores = torch.tensor([span.stores for span in spans])[row]
         slots = self._slots(row, self.positions)
-        self.new_slots = torch.where(stores, slots, scratch_slot).to(storage.device)  # [N]
-        self.groups = [self._group(torch.tensor(rows)) for rows in group_rows(spans)]
+        self.new_slots = torch.where(stores, slots, scratch_slot)  # [N], as all of this on the CPU
+
+    @cached_property
+    def kernels(self):
+        """The step as Triton kernels take it, its tables on the device; None where the plain path computes it."""
+        kernels = kernels_for(self.storage.device)
+        return kernels and kernels.step_kernels(self)
+
+    @cached_property
+    def written(self) -> Tensor:
+        """The slots of the new tokens [N], on the device."""
+        return self.new_slots.to(self.storage.device)
+
+    @cached_property
+    def groups(self) -> list[RowGroup]:
+        """The step as the plain path takes it."""
+        return [self._group(torch.tensor(rows)) for rows in group_rows(self.spans)]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k, v [N, Hkv, D], then attend q [N, Hq, D] -> [N, Hq, D]."""
         q, k = self.storage.prepare(layer, q, k)
-        self.storage.write(layer, self.new_slots, k, v)
+        if self.kernels:
+            return self.kernels.attend(layer, q, k, v)
+        self.storage.write(layer, self.written, k, v)
         if len(self.groups) == 1 and len(q) == len(self.count):  # one new token a row: nothing to pad or to sort
             return attend_stored(q[:, None], self.storage, layer, self.groups[0])[:, 0]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -106,6 +124,26 @@ class StepAttention:
         mask = additive_mask(sees, self.query_group, self.dtype)
         group = self.first[rows, None] + new, self._slots(rows[:, None], stored), mask
         return RowGroup(*(tensor.to(self.storage.device) for tensor in group))
+
+
+@cache
+def kernels_for(device: torch.device):
+    """The module `kernels` if it runs on this device: Triton is installed, on CUDA, from Ampere (8.0) on."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    try:
+        from minillm.ladder import kernels
+    except ImportError:  # no Triton for this system
+        return None
+    return kernels
+
+
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors of whole numbers, as int64 on the device: in one transfer, for which nothing waits."""
+    flat = torch.cat([tensor.flatten().long() for tensor in tensors])
+    flat = (flat.pin_memory() if device.type == "cuda" else flat).to(device, non_blocking=True)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def group_rows(spans: Sequence[RowSpan]) -> list[list[int]]:

@@ -99,7 +99,7 @@ class ModelExecutor:
         wanted = [torch.arange(behind[b] - len(rows[b].drafts) - 1, behind[b]) for b in due]
         logit_rows = torch.cat(wanted or [behind[:0]]).to(device)  # [R] each due row's newest token and its drafts
         observe = getattr(self.proposer, "observe", None)  # a drafter that reads the target's hidden states
-        shown = {"observe": partial(observe, rows, cache.new_slots)} if observe else {}
+        shown = {"observe": partial(observe, rows, cache.written)} if observe else {}
         logits = self.model.forward(tokens, cache.positions.to(device), cache, logit_rows, **shown)  # [R, V]
         if any(row.drafts for row in rows):
             return verify([rows[b] for b in due], logits, [proposed[b] for b in due])

@@ -2,7 +2,8 @@
 
 A storage is a long run of token slots; who owns which slot is the block pool's affair. The
 slots past the pool's last block are scratch: a row that must not touch the cache (an idle
-row of a static batch) writes there.
+row of a static batch) writes there. What a slot holds before it is written is undefined:
+nobody reads it, so nobody clears it.
 
     format            a token's D numbers of one head                      bytes, D = 64
     fp32, bf16, fp16  as the model computed them                           256, 128, 128
@@ -69,7 +70,7 @@ class KVStorage:
         kind, shape = store_for(kv_format), (config.num_hidden_layers, slots, config.num_key_value_heads)
         self.keys = kind(shape, config.head_dim, kv_format, device)
         self.values = kind(shape, config.head_dim, kv_format, device)
-        self.key_transform, self.device = key_transform, torch.device(device)
+        self.kv_format, self.key_transform, self.device = kv_format, key_transform, torch.device(device)
 
     @property
     def nbytes(self) -> int:
@@ -93,7 +94,7 @@ class NativeStore:
     """Numbers as the model computed them, [L, slots, Hkv, D]."""
 
     def __init__(self, shape: tuple[int, int, int], head_dim: int, kv_format: str, device) -> None:
-        self.numbers = torch.zeros((*shape, head_dim), dtype=NATIVE_FORMATS[kv_format], device=device)
+        self.numbers = torch.empty((*shape, head_dim), dtype=NATIVE_FORMATS[kv_format], device=device)
         self.nbytes = self.numbers.nbytes
 
     @staticmethod
@@ -114,8 +115,8 @@ class ScaledStore:
 
     def __init__(self, shape: tuple[int, int, int], head_dim: int, kv_format: str, device) -> None:
         self.encode, self.decode = {"int8": (int8_encode, int8_decode), "fp8": (fp8_encode, fp8_decode)}[kv_format]
-        self.codes = torch.zeros((*shape, head_dim), dtype=torch.uint8, device=device)  # bit patterns
-        self.scales = torch.ones(shape, dtype=torch.float16, device=device)
+        self.codes = torch.empty((*shape, head_dim), dtype=torch.uint8, device=device)  # bit patterns
+        self.scales = torch.empty(shape, dtype=torch.float16, device=device)
         self.nbytes = self.codes.nbytes + self.scales.nbytes
 
     @staticmethod
@@ -139,9 +140,9 @@ class Int4Store:
     def __init__(self, shape: tuple[int, int, int], head_dim: int, kv_format: str, device) -> None:
         self.group = int4_group(head_dim)
         groups = head_dim // self.group
-        self.codes = torch.zeros((*shape, head_dim // 2), dtype=torch.uint8, device=device)
-        self.scales = torch.ones((*shape, groups), dtype=torch.float16, device=device)
-        self.minima = torch.zeros((*shape, groups), dtype=torch.float16, device=device)
+        self.codes = torch.empty((*shape, head_dim // 2), dtype=torch.uint8, device=device)
+        self.scales = torch.empty((*shape, groups), dtype=torch.float16, device=device)
+        self.minima = torch.empty((*shape, groups), dtype=torch.float16, device=device)
         self.nbytes = self.codes.nbytes + self.scales.nbytes + self.minima.nbytes
 
     @staticmethod

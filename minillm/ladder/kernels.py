@@ -1,0 +1,365 @@
+"""Cached attention on a GPU: three Triton kernels that read the store where it lies.
+
+The plain path gathers every row's keys and values, in fp32 where they were quantised, and
+reads that copy again. Here a program looks its slots up in the block table, loads the codes
+and turns them into numbers in registers: what is stored is read once, and nothing is copied.
+
+    store    one program a (token, KV head): quantise the new key and value, write them
+    attend   one program a (tile, KV head, part of the context): online softmax over its keys
+    combine  one program a (tile, KV head, query): merge the parts
+
+A tile is up to BLOCK_M queries of one row that read the same keys: some of its new tokens,
+times the G query heads that share a KV head. So a key is loaded once for G heads, and a
+prompt's tile is a matrix product. Matrix units want 16 rows at least: a decoding row of G
+queries fills the rest of its 16 with zeros, which costs nothing, since it waits for memory.
+
+    queries of a tile, G = 2       token 0 head 0 | token 0 head 1 | token 1 head 0 | ...
+
+One row of a long context would occupy Hkv programs and leave the chip idle. So where tiles
+are few, the context is cut into SPLITS parts, attended apart and combined (flash-decoding:
+Dao et al., 2023). Tiles and parts depend on the numbers of tokens alone, so that a CUDA
+graph can be replayed as contexts grow.
+
+Letters as in attention.py; and S keys at a time, D head_dim, padded to a power of two where
+it is none. Every load is masked to the tokens that the row has stored: what an unused slot
+holds, NaN included, never enters a register.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minillm.ladder.attention import SHORT_ROW, StepAttention, to_device
+
+SHORT_TILE, LONG_TILE = 16, 64  # BLOCK_M of rows with few new tokens, and of prompts
+KEYS = {1: 64, 2: 64, 4: 32}  # S, by the bytes of a model's number: two tiles of keys and values fit shared memory
+PROGRAMS = 512  # to fill a chip: about four for each multiprocessor of an H100
+MOST_SPLITS = 64
+
+
+# -- in registers: codes and numbers --------------------------------------------------------------
+
+
+@triton.jit
+def round_even(x):
+    """The nearest whole number, of two the even one, for |x| < 2**22: fp32 has no bits for less beside 1.5 * 2**23."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def e4m3_decode(code):
+    """Bits of e4m3 -> fp32. As bits of fp16 they mean the same but for the exponent's bias, 7 instead of 15."""
+    bits = ((code & 0x80).to(tl.uint16) << 8) | ((code & 0x7F).to(tl.uint16) << 7)
+    return bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
+def e4m3_encode(x):
+    """|x| <= 448 in fp32 -> the bits of the nearest e4m3, on cards without fp8 too."""
+    bits = x.to(tl.int32, bitcast=True)
+    power = (bits & 0x7F800000).to(tl.float32, bitcast=True)  # 2**floor(log2 |x|)
+    step = tl.maximum(power, 0.015625) * 0.125  # three bits behind the leading one; below 2**-6 none leads
+    size = round_even(tl.div_rn(tl.abs(x), step)) * step * 0.00390625  # exact from here on
+    return ((bits >> 24) & 0x80 | size.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32) >> 7).to(tl.uint8)
+
+
+@triton.jit
+def stored_scale(scale):
+    """A positive scale as fp16 keeps it, as `codes.stored_scale` has it."""
+    return tl.minimum(tl.maximum(scale, 5.960464477539063e-08), 65504.0).to(tl.float16)
+
+
+@triton.jit
+def read_numbers(
+    codes, scales, minima, place, inside,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr,
+):
+    """The numbers stored at places [S] (slot and head), as [S, BLOCK_D] of type DOT; 0 where not `inside` [S]."""
+    d, place, inside = tl.arange(0, BLOCK_D)[None, :], place[:, None], inside[:, None]
+    mask = inside & (d < D)
+    if FORMAT == "native":
+        x = tl.load(codes + place * D + d, mask=mask, other=0.0)
+    elif FORMAT == "int4":
+        code = (tl.load(codes + place * (D // 2) + d // 2, mask=mask, other=0) >> (d % 2 * 4).to(tl.uint8)) & 15
+        at = place * (D // GROUP) + d // GROUP
+        scale = tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)
+        x = code.to(tl.float32) * scale + tl.load(minima + at, mask=mask, other=0.0).to(tl.float32)
+    else:
+        code = tl.load(codes + place * D + d, mask=mask, other=0)
+        scale = tl.load(scales + place, mask=inside, other=0.0).to(tl.float32)
+        x = (code.to(tl.int8, bitcast=True).to(tl.float32) if FORMAT == "int8" else e4m3_decode(code)) * scale
+    return x.to(DOT)
+
+
+@triton.jit
+def store_numbers(
+    source, codes, scales, minima, place,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+):
+    """Encode the D numbers at `source` as `codes.py` does, bit for bit, and write them to a place."""
+    d = tl.arange(0, BLOCK_D)
+    if FORMAT == "native":
+        tl.store(codes + place * D + d, tl.load(source + d, mask=d < D), mask=d < D)
+    elif FORMAT == "int4":  # a row for each group, its even and its odd numbers apart, two of which make a byte
+        groups, pair = tl.arange(0, BLOCK_GROUPS), tl.arange(0, BLOCK_GROUP)[None, :]
+        group = groups[:, None]
+        at = group * GROUP + 2 * pair
+        mask = (group < D // GROUP) & (pair < GROUP // 2)
+        even, odd = tl.load(source + at, mask=mask).to(tl.float32), tl.load(source + at + 1, mask=mask).to(tl.float32)
+        lowest = tl.min(tl.where(mask, tl.minimum(even, odd), float("inf")), 1)
+        highest = tl.max(tl.where(mask, tl.maximum(even, odd), float("-inf")), 1)
+        minimum = tl.minimum(tl.maximum(lowest, -65504.0), 65504.0).to(tl.float16)
+        scale = stored_scale(tl.div_rn(highest - minimum.to(tl.float32), 15.0))
+        m, s = minimum.to(tl.float32)[:, None], scale.to(tl.float32)[:, None]
+        low = tl.minimum(tl.maximum(round_even(tl.div_rn(even - m, s)), 0.0), 15.0).to(tl.uint8)
+        high = tl.minimum(tl.maximum(round_even(tl.div_rn(odd - m, s)), 0.0), 15.0).to(tl.uint8)
+        tl.store(codes + place * (D // 2) + at // 2, low | (high << 4), mask=mask)
+        tl.store(scales + place * (D // GROUP) + groups, scale, mask=groups < D // GROUP)
+        tl.store(minima + place * (D // GROUP) + groups, minimum, mask=groups < D // GROUP)
+    else:
+        most = 127.0 if FORMAT == "int8" else 448.0
+        x = tl.load(source + d, mask=d < D, other=0.0).to(tl.float32)
+        scale = stored_scale(tl.div_rn(tl.max(tl.abs(x), 0), most))
+        x = tl.div_rn(x, scale.to(tl.float32))
+        x = tl.minimum(tl.maximum(round_even(x) if FORMAT == "int8" else x, -most), most)
+        code = x.to(tl.int8).to(tl.uint8, bitcast=True) if FORMAT == "int8" else e4m3_encode(x)
+        tl.store(codes + place * D + d, code, mask=d < D)
+        tl.store(scales + place, scale)
+
+
+# -- the kernels ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def store_kernel(
+    k, v, slots, k_codes, k_scales, k_minima, v_codes, v_scales, v_minima, k_token, k_head, v_token, v_head,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+):
+    """Write one token's key and value of one KV head. k, v [N, Hkv, D] with their strides; slots [N]."""
+    token, head = tl.program_id(0), tl.program_id(1)
+    place = tl.load(slots + token) * HEADS + head
+    k, v = k + token * k_token + head * k_head, v + token * v_token + head * v_head
+    store_numbers(k, k_codes, k_scales, k_minima, place, D, BLOCK_D, FORMAT, GROUP, BLOCK_GROUP, BLOCK_GROUPS)
+    store_numbers(v, v_codes, v_scales, v_minima, place, D, BLOCK_D, FORMAT, GROUP, BLOCK_GROUP, BLOCK_GROUPS)
+
+
+@triton.jit
+def part_length(stored, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Tokens in each part of a context, whole key tiles."""
+    return tl.cdiv(tl.cdiv(stored, SPLITS), BLOCK_S) * BLOCK_S
+
+
+@triton.jit
+def load_tile(tiles, tile):
+    """Row, first token, its position, tokens: in 32 bits, in which positions are cheaper to reckon with."""
+    at = tiles + 4 * tile
+    return (
+        tl.load(at).to(tl.int32), tl.load(at + 1).to(tl.int32), tl.load(at + 2).to(tl.int32),
+        tl.load(at + 3).to(tl.int32),
+    )
+
+
+@triton.jit
+def attend_kernel(
+    q, out, parts, part_scores, tiles, tables, k_codes, k_scales, k_minima, v_codes, v_scales, v_minima,
+    q_token, q_head, table_row, scale,
+    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
+    SPLITS: tl.constexpr, DOT: tl.constexpr,
+):
+    """One part of the context for one tile. q [N, Hq, D] with its strides, out [N, Hq, D].
+
+    tiles [T, 4], tables [B, widest]. With SPLITS > 1 the result goes to `parts`
+    [T, Hkv, SPLITS, BLOCK_M, D], and each query's log of its summed exponentials to
+    `part_scores` [T, Hkv, SPLITS, BLOCK_M].
+    """
+    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, first, position, count = load_tile(tiles, tile)
+    stored = position + count  # what the tile's last token sees
+    begin = split * part_length(stored, SPLITS, BLOCK_S)
+    end = tl.minimum(begin + part_length(stored, SPLITS, BLOCK_S), stored)
+    if (count == 0) | (begin >= stored):  # a graph's padding, or a part that a short context does not have
+        return
+
+    # 1. the tile's queries [BLOCK_M, D], and the last position that each may see
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    token = m // G
+    is_query = (token < count)[:, None] & (d < D)[None, :]
+    query = (first + token) * q_token + (head * G + m % G) * q_head
+    queries = tl.load(q + query[:, None] + d[None, :], mask=is_query, other=0.0).to(DOT)
+    last = position + tl.minimum(token, count - 1)
+
+    # 2. online softmax: the highest score so far, the sum of exponentials below it, the weighted values
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for at in range(begin, end, BLOCK_S):
+        s = at + tl.arange(0, BLOCK_S)
+        inside = s < end
+        block = tl.load(tables + row * table_row + s // BLOCK_SIZE, mask=inside, other=0)
+        place = (block * BLOCK_SIZE + s % BLOCK_SIZE) * HEADS + head  # 64 bits, as the block is: a store is large
+        keys = read_numbers(k_codes, k_scales, k_minima, place, inside, D, BLOCK_D, FORMAT, GROUP, DOT)  # [S, D]
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale  # [M, S]
+        scores = tl.where(inside[None, :] & (s[None, :] <= last[:, None]), scores, float("-inf"))
+        top = tl.maximum(highest, tl.max(scores, 1))
+        base = tl.where(top == float("-inf"), 0.0, top)  # a query that sees none of these keys: -inf - -inf is NaN
+        weights, shrink = tl.exp(scores - base[:, None]), tl.exp(highest - base)
+        values = read_numbers(v_codes, v_scales, v_minima, place, inside, D, BLOCK_D, FORMAT, GROUP, DOT)  # [S, D]
+        weighted = weighted * shrink[:, None] + tl.dot(weights.to(DOT), values, input_precision="ieee")
+        total = total * shrink + tl.sum(weights, 1)
+        highest = top
+
+    # 3. the result, or this part of it
+    weighted = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
+    if SPLITS == 1:
+        place = ((first + token) * HEADS * G + head * G + m % G) * D
+        tl.store(out + place[:, None] + d[None, :], weighted.to(out.dtype.element_ty), mask=is_query)
+    else:
+        place = ((tile * HEADS + head) * SPLITS + split) * BLOCK_M + m
+        tl.store(parts + (place * D)[:, None] + d[None, :], weighted, mask=is_query)
+        tl.store(part_scores + place, highest + tl.log(total))
+
+
+@triton.jit
+def combine_kernel(
+    parts, part_scores, out, tiles,
+    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_S: tl.constexpr, SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+):
+    """Merge the parts of one query, each weighted by its share of the summed exponentials."""
+    tile, head, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    _row, first, position, count = load_tile(tiles, tile)
+    if m >= count * G:
+        return
+    stored = position + count
+    split, d = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_D)
+    exists = (split < SPLITS) & (split * part_length(stored, SPLITS, BLOCK_S) < stored)
+    place = ((tile * HEADS + head) * SPLITS + split) * BLOCK_M + m
+    scores = tl.load(part_scores + place, mask=exists, other=float("-inf"))
+    weights = tl.exp(scores - tl.max(scores, 0))  # the part with position 0 has a real score
+    mask = exists[:, None] & (d < D)[None, :]
+    part = tl.load(parts + (place * D)[:, None] + d[None, :], mask=mask, other=0.0)
+    merged = tl.sum(part * weights[:, None], 0) / tl.sum(weights, 0)
+    at = ((first + m // G) * HEADS * G + head * G + m % G) * D
+    tl.store(out + at + d, merged.to(out.dtype.element_ty), mask=d < D)
+
+
+# -- launching them -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of one size: `fields` [T, 4] holds row, first token, its position, and tokens (0: no tile)."""
+
+    fields: Tensor
+    block_m: int
+
+
+def make_tiles(rows: Tensor, first: Tensor, start: Tensor, count: Tensor, tokens: int) -> Tensor:
+    """Cut rows (each [B]: number, place in the step, position, new tokens) into tiles of up to `tokens` -> [T, 4]."""
+    each = (count + tokens - 1) // tokens
+    of = torch.repeat_interleave(each)  # [T] which of the rows
+    before = (torch.arange(len(of)) - (each.cumsum(0) - each)[of]) * tokens  # [T] tokens in the row's earlier tiles
+    return torch.stack((rows[of], first[of] + before, start[of] + before, (count[of] - before).clamp_max(tokens)), 1)
+
+
+def tile_tokens(block_m: int, query_group: int) -> tuple[int, int]:
+    """BLOCK_M, grown where one token's queries need more, and the tokens that a tile then holds."""
+    block_m = max(block_m, triton.next_power_of_2(query_group))
+    return block_m, block_m // query_group
+
+
+def splits_for(tiles: int, kv_heads: int) -> int:
+    """Parts of every context, so that even a few tiles give the chip enough programs."""
+    return max(1, min(MOST_SPLITS, PROGRAMS // (tiles * kv_heads)))
+
+
+class StepKernels:
+    """The launches of one step: where its tokens go, and what its tiles read.
+
+    new_slots [N], tables [B, widest] and the tiles' fields are int64 tensors on the device.
+    """
+
+    def __init__(self, storage, new_slots: Tensor, tables: Tensor, tiles: Sequence[Tiles], block_size: int) -> None:
+        self.storage, self.new_slots, self.tables, self.block_size = storage, new_slots, tables, block_size
+        self.tiles = [some for some in tiles if len(some.fields)]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k, v [N, Hkv, D], then attend q [N, Hq, D] -> [N, Hq, D]; tokens in no tile get no value."""
+        numbers = *raw_tensors(self.storage.keys, layer), *raw_tensors(self.storage.values, layer)
+        group = getattr(self.storage.keys, "group", 2)  # only int4 has groups
+        shape = {
+            "HEADS": k.shape[1], "D": k.shape[2], "BLOCK_D": max(16, triton.next_power_of_2(k.shape[2])),
+            "FORMAT": kernel_format(self.storage.kv_format), "GROUP": group,
+        }
+        store_kernel[(len(k), k.shape[1])](
+            k, v, self.new_slots, *numbers, *k.stride()[:2], *v.stride()[:2], **shape,
+            BLOCK_GROUP=triton.next_power_of_2(group // 2), BLOCK_GROUPS=triton.next_power_of_2(k.shape[2] // group),
+            num_warps=1,
+        )
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for tiles in self.tiles:
+            self._attend(tiles, q, out, numbers, shape)
+        return out
+
+    def _attend(self, tiles: Tiles, q: Tensor, out: Tensor, numbers: tuple, shape: dict) -> None:
+        """Attend the queries of these tiles, and write their places of `out`."""
+        count, kv_heads, block_m = len(tiles.fields), shape["HEADS"], tiles.block_m
+        splits = splits_for(count, kv_heads)
+        parts = part_scores = out  # not touched where there is one part
+        if splits > 1:
+            part_scores = torch.empty(count, kv_heads, splits, block_m, dtype=torch.float32, device=q.device)
+            parts = part_scores.new_empty(*part_scores.shape, q.shape[2])
+        sizes = {"HEADS": kv_heads, "G": q.shape[1] // kv_heads, "D": shape["D"], "BLOCK_D": shape["BLOCK_D"],
+                 "BLOCK_M": block_m, "BLOCK_S": KEYS[q.element_size()], "SPLITS": splits}
+        attend_kernel[(count, kv_heads, splits)](
+            q, out, parts, part_scores, tiles.fields, self.tables, *numbers, *q.stride()[:2],
+            self.tables.stride(0), q.shape[2] ** -0.5, **sizes, BLOCK_SIZE=self.block_size,
+            FORMAT=shape["FORMAT"], GROUP=shape["GROUP"], DOT=dot_type(q.dtype), num_warps=4, num_stages=3,
+        )
+        if splits > 1:
+            combine_kernel[(count, kv_heads, block_m)](
+                parts, part_scores, out, tiles.fields, **sizes, BLOCK_SPLITS=triton.next_power_of_2(splits),
+                num_warps=4,
+            )
+
+
+def step_kernels(step: StepAttention) -> StepKernels:
+    """The launches of an eager step: tiles of 16 for rows with few new tokens, larger ones for prompts."""
+    fields = []
+    is_short = step.count <= SHORT_ROW
+    for rows, block_m in ((is_short, SHORT_TILE), (~is_short, LONG_TILE)):
+        b = rows.nonzero()[:, 0]
+        _, tokens = tile_tokens(block_m, step.query_group)
+        fields.append(make_tiles(b, step.first[b], step.start[b], step.count[b], tokens))
+    new_slots, tables, *fields = to_device([step.new_slots, step.tables, *fields], step.storage.device)
+    blocks = [tile_tokens(block_m, step.query_group)[0] for block_m in (SHORT_TILE, LONG_TILE)]
+    tiles = [Tiles(some, block_m) for some, block_m in zip(fields, blocks, strict=True)]
+    return StepKernels(step.storage, new_slots, tables, tiles, step.block_size)
+
+
+def raw_tensors(store, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and minima of a layer; a format that has none of one gives its numbers in its place."""
+    codes = store.numbers if hasattr(store, "numbers") else store.codes
+    scales, minima = getattr(store, "scales", codes), getattr(store, "minima", codes)
+    return codes[layer], scales[layer], minima[layer]
+
+
+def kernel_format(kv_format: str) -> str:
+    """The kernels' name of a format: the native ones differ in nothing but their pointers' types."""
+    return kv_format if kv_format in ("int8", "fp8", "int4") else "native"
+
+
+def dot_type(dtype: torch.dtype):
+    """What the matrix products multiply: the model's own numbers, on which Triton's interpreter wants fp32."""
+    if triton.knobs.runtime.interpret:
+        return tl.float32
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]

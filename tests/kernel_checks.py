@@ -1,0 +1,158 @@
+"""The Triton kernels against the plain path: on a GPU at real sizes, else tiny, in Triton's interpreter.
+
+`test_kernels.py` runs this file in a process of its own, since TRITON_INTERPRET counts when
+triton is imported. By hand, without a GPU: TRITON_INTERPRET=1 python -m pytest tests/kernel_checks.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from serving import numbers
+from test_cached_attention import attend_by_hand, slots_of
+from tiny import tiny_config, tiny_model
+
+from minillm import Engine, SamplingParams
+from minillm.ladder import attention, kernels
+from minillm.ladder.attention import SHORT_ROW, RowSpan, StepAttention
+from minillm.ladder.quantized import KVStorage
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+HEAD_DIMS = (64, 128) if GPU else (16, 12)  # 12: no power of two
+BLOCK = 16 if GPU else 4
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # of the largest output
+
+# (tokens stored before, new tokens) of each row
+RAGGED = [(0, 1), (BLOCK - 1, 1), (BLOCK, 1), (2 * BLOCK - 1, 2), (5, SHORT_ROW + 1)]
+EDGES = RAGGED if GPU else [(0, 1), (BLOCK - 1, 1), (2 * BLOCK - 1, 2)]
+LONG = [(2000, 1), (3333, 4), (700, 300), (1, 1)] if GPU else [(61, 1), (40, 2), (1, 1)]
+
+
+@pytest.fixture(autouse=True)
+def small_machine(monkeypatch):
+    """In the interpreter a program is slow: a chip that a few of them fill, and tiles of few keys."""
+    if not GPU:
+        monkeypatch.setattr(kernels, "PROGRAMS", 8)
+        monkeypatch.setattr(kernels, "KEYS", dict.fromkeys(kernels.KEYS, 16))
+        monkeypatch.setattr(kernels, "LONG_TILE", 32)
+
+
+def stores(storage: KVStorage) -> list[torch.Tensor]:
+    """Every tensor that a storage keeps."""
+    names = ("numbers", "codes", "scales", "minima")
+    return [getattr(s, n) for s in (storage.keys, storage.values) for n in names if hasattr(s, n)]
+
+
+class Case:
+    """A step's rows over two equal stores, one here for the plain path in fp32, one for the kernels."""
+
+    def __init__(self, rows, kv_format, head_dim, query_group, dtype, kv_heads=1, seed=0):
+        make = torch.Generator().manual_seed(seed)
+        self.config = tiny_config(head_dim=head_dim, num_key_value_heads=kv_heads,
+                                  num_attention_heads=kv_heads * query_group)
+        needs = [-(-(start + count) // BLOCK) for start, count in rows]
+        blocks = torch.randperm(sum(needs) + 3, generator=make).tolist()
+        self.scratch, self.rows, self.dtype = len(blocks) * BLOCK, rows, dtype
+        self.plain, self.store = (KVStorage(self.config, kv_format, self.scratch + 1, at) for at in ("cpu", DEVICE))
+        for tensor in stores(self.plain):  # 0x7F is NaN in e4m3, and the largest number elsewhere
+            tensor.fill_(0x7F if tensor.dtype == torch.uint8 else torch.nan)
+        ends = torch.tensor(needs).cumsum(0).tolist()
+        self.spans = [
+            RowSpan(start, count, blocks[end - need : end])
+            for (start, count), end, need in zip(rows, ends, needs, strict=True)
+        ]
+        past = [slot for span in self.spans for slot in slots_of(span.block_table, range(span.start))]
+        if past:
+            self.plain.write(1, torch.tensor(past), *torch.randn(2, len(past), kv_heads, head_dim, generator=make))
+        for ours, theirs in zip(stores(self.store), stores(self.plain), strict=True):
+            ours.copy_(theirs)
+        tokens = sum(count for _, count in rows)
+        both = torch.randn(tokens, kv_heads * query_group + kv_heads, head_dim, generator=make).to(dtype)
+        self.q, self.k = both.split((kv_heads * query_group, kv_heads), dim=1)  # strided, as the model hands them over
+        self.v = torch.randn(tokens, kv_heads, head_dim, generator=make).to(dtype)
+
+    def step(self, storage) -> StepAttention:
+        group = self.config.query_group
+        return StepAttention(storage, self.spans, BLOCK, self.scratch, group, torch.float32)
+
+    def check(self):
+        want = self.step(self.plain).attend(1, *(x.float() for x in (self.q, self.k, self.v)))
+        got = kernels.step_kernels(self.step(self.store)).attend(1, *(x.to(DEVICE) for x in (self.q, self.k, self.v)))
+        for ours, theirs in zip(stores(self.store), stores(self.plain), strict=True):
+            bits = (tensor.cpu().view(torch.uint8) for tensor in (ours, theirs))
+            assert torch.equal(*bits), "a new token is stored in other bytes, or elsewhere"
+        error = (got.cpu().float() - want).abs().max() / want.abs().max()
+        assert got.isfinite().all() and error < TOLERANCE[self.dtype]
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("kv_format", DTYPES)
+def test_native_formats_as_the_plain_path(kv_format, head_dim):
+    Case(RAGGED if kv_format == "fp32" else EDGES, kv_format, head_dim, 3, DTYPES[kv_format], kv_heads=2).check()
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("kv_format", ["int8", "fp8", "int4"])
+def test_quantised_formats_as_their_dequantised_reference(kv_format, head_dim):
+    Case(RAGGED if kv_format == "int8" else EDGES, kv_format, head_dim, 3, torch.float32).check()
+
+
+@pytest.mark.parametrize("kv_format", ["int8", "fp8", "int4"])
+def test_a_model_in_bf16_over_quantised_formats(kv_format):
+    Case(EDGES, kv_format, HEAD_DIMS[0], 4, torch.bfloat16).check()
+
+
+@pytest.mark.parametrize("query_group", range(1, 10))
+def test_one_to_nine_query_heads_share_a_key(query_group):
+    Case([(BLOCK, 1), (2, 3)], "fp32", HEAD_DIMS[0], query_group, torch.float32, kv_heads=2).check()
+
+
+@pytest.mark.parametrize("programs", [1, 12, 4096])
+def test_a_context_in_parts_is_the_whole(programs, monkeypatch):
+    """In one part, in several, and in more than a short context has."""
+    monkeypatch.setattr(kernels, "PROGRAMS", programs)
+    monkeypatch.setattr(kernels, "MOST_SPLITS", 5)
+    Case(LONG, "fp32", HEAD_DIMS[0], 2, torch.float32).check()
+
+
+def test_the_kernel_as_attention_by_hand():
+    """Against a loop over heads in double precision: the plain path might share a mistake."""
+    case = Case([(2 * BLOCK + 1, 1)], "fp32", HEAD_DIMS[0], 4, torch.float32, kv_heads=2)
+    slots = slots_of(case.spans[0].block_table, range(2 * BLOCK + 1))
+    keys, values = (tensor[1, slots] for tensor in numbers(case.plain))
+    want = attend_by_hand(case.q[0], torch.cat((keys, case.k)), torch.cat((values, case.v)))
+    got = kernels.step_kernels(case.step(case.store)).attend(1, *(x.to(DEVICE) for x in (case.q, case.k, case.v)))
+    torch.testing.assert_close(got[0].cpu(), want, rtol=0, atol=1e-5)
+
+
+def test_every_code_of_fp8_is_decoded_and_encoded_as_torch_does():
+    """All numbers that e4m3 has, and all that lie half-way between two, where a tie goes to the even code."""
+    codes = torch.arange(127, dtype=torch.uint8)
+    exact = codes.view(torch.float8_e4m3fn).float()
+    x = torch.cat((exact, (exact[1:] + exact[:-1]) / 2, torch.full((3,), 448.0)))  # 256 numbers, the scale 1
+    config = tiny_config(head_dim=256, num_key_value_heads=2, num_attention_heads=2)
+    plain, store = (KVStorage(config, "fp8", 1, at) for at in ("cpu", DEVICE))
+    k = torch.stack((x, -x))[None]  # [1, 2, 256]
+    plain.write(0, torch.tensor([0]), k, k)
+    step = StepAttention(store, [RowSpan(0, 1, [0])], 1, 0, 1, torch.float32)
+    got = kernels.step_kernels(step).attend(0, k.to(DEVICE), k.to(DEVICE), k.to(DEVICE))
+    assert torch.equal(store.keys.codes[0].cpu(), plain.keys.codes[0])
+    torch.testing.assert_close(got.cpu(), plain.read(0, torch.tensor([0]))[1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"batching": "static", "kv": "slots"}, {"max_step_tokens": 5, "kv_format": "int8"}],
+    ids=["an idle row of a static batch", "chunks beside decodes, in int8"],
+)
+def test_the_engine_gives_the_plain_paths_tokens(settings, monkeypatch):
+    model = tiny_model("t4-1", num_hidden_layers=1)
+    prompts, params = [[5, 6], [50, 9, 10, 11, 12]], [SamplingParams(max_tokens=n) for n in (1, 3)]
+    answers = []
+    for chosen in (None, kernels):
+        monkeypatch.setattr(attention, "kernels_for", lambda device, chosen=chosen: chosen)
+        engine = Engine(model, block_size=4, max_context=16, **settings)
+        answers.append([answer.token_ids for answer in engine.generate(prompts, params)])
+    assert answers[0] == answers[1]
