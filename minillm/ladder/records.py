@@ -96,9 +96,9 @@ class Histogram:
     def n(self) -> int:
         return self.buckets.total()
 
-    def nearest_rank(self, share: float) -> float | None:
-        """The value at rank ceil(share * n); None of nothing. The highest value is kept exactly."""
-        rank, seen = math.ceil(share * self.n), 0
+    def nearest_rank(self, percent: int) -> float | None:
+        """The value at rank ceil(percent * n / 100); None of nothing. The highest value is kept exactly."""
+        rank, seen = -(-percent * self.n // 100), 0  # in whole numbers, so that nothing rounds
         for bucket in sorted(self.buckets):
             seen += self.buckets[bucket]
             if seen >= rank:
@@ -187,9 +187,8 @@ class Records:
         self.totals[f"finished_{request.finish_reason}"] += 1
         if self.mode == "all":
             self.requests.append(record)
-        if record.first_scheduled is not None:
-            self.histograms["queue"].add(record.first_scheduled - record.arrival)
         if request.finish_reason != "abort" and record.token_times:
+            self.histograms["queue"].add(record.first_scheduled - record.arrival)
             self.histograms["ttft"].add(record.first_token - record.arrival)
             self.histograms["latency"].add(now - record.arrival)
             self.histograms["itl"].add(*[later - earlier for earlier, later in pairwise(record.token_times)])

@@ -41,7 +41,7 @@ def distribution(values: Sequence[float]) -> dict:
 
 def distribution_of(histogram: Histogram) -> dict:
     """The same from a histogram, right to 1 %."""
-    return _described(histogram.n, lambda percent: histogram.nearest_rank(percent / 100), histogram.highest)
+    return _described(histogram.n, histogram.nearest_rank, histogram.highest)
 
 
 def _described(n: int, at: Callable[[int], float | None], highest: float | None) -> dict:
