@@ -167,7 +167,7 @@ def _run_all(arguments, names: list[str], root: Path) -> tuple[list, dict[str, s
     from minillm.measure.experiments import find, recorded_here, run_experiment
     from minillm.measure.setting import Setting
     from minillm.show.recorded import heading
-    from minillm.show.tables import all_columns, filled, text_table
+    from minillm.show.tables import filled, tables, text_table
 
     setting = Setting(arguments.quick, arguments.model, arguments.device, progress=_bar, budget_s=arguments.budget_s)
     found, failed = [], {}
@@ -184,9 +184,8 @@ def _run_all(arguments, names: list[str], root: Path) -> tuple[list, dict[str, s
             continue
         found.append(outcome.measurement)
         print(f"{name}: {heading(outcome.measurement)}")
-        rows = outcome.measurement.rows
-        tables = find(name).tables or (all_columns(rows),)
-        print("\n\n".join(text_table(rows, filled(rows, columns)) for columns in tables))
+        rows, chosen = outcome.measurement.rows, find(name).tables
+        print("\n\n".join(text_table(rows, filled(rows, each)) for each in chosen) if chosen else tables(rows))
         _draw(outcome.measurement, path)
         print(f"{outcome.report(arguments.budget_s)}; written to {path}\n", flush=True)
     return found, failed

@@ -48,6 +48,15 @@ EXAMPLE = [
         ("continuous, paged, 8-bit KV", 220, 3900.0, 6.8),
     )
 ]  # fmt: skip
+DRAFTS = [
+    *({"part": "step cost", "k": 4, "batch": batch, "times_plain": times} for batch, times in ((1, 1.2), (16, 2.1))),
+    {"part": "sampling", "draws": 1000, "chi_square": 3.0, "limit": 22.46},
+    *({"part": "real", "prompts": prompts, "drafts": "n-gram", "k": k, "batch": batch, "acceptance": 0.5,
+       "speedup": speedup, "same_tokens": True}
+      for prompts, k, batch, speedup in (("copy", 4, 1, 2.5), ("chat", 4, 1, 0.97), ("chat", 4, 16, 0.7),
+                                         ("chat", "adaptive", 16, 0.98), ("copy", 4, 16, 1.4))),
+    {"part": "crossover", "prompts": "chat", "drafts": "n-gram", "k": 4, "costs_from_batch": 16},
+]  # fmt: skip
 PLANTED = {
     "B9": (
         [{"replicas": n, "times_one": 1 + n / 8, "mean_rows": 40 / n} for n in (1, 2, 4, 8)],
@@ -141,6 +150,10 @@ PLANTED = {
                                  ("first token changed", 0, 91.0))],
         (2, "found", 900),
     ),
+    "E1": (DRAFTS, (4, "same_tokens", False)),
+    "E2": (DRAFTS, (0, "times_plain", 3.0)),
+    "E3": (DRAFTS, (3, "speedup", 1.2)),
+    "E4": (DRAFTS, (5, "speedup", 1.0)),
 }  # fmt: skip
 JUDGED = {claim.id: claim for claim in LEDGER if claim.judge}
 

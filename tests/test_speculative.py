@@ -169,7 +169,7 @@ def test_step_cost_learns_a_straight_line():
 def test_adaptive_drafting_stops_where_rows_cost_more_than_they_give():
     speculator = Speculator(ReplayProposer(ANSWERS, lambda i: False), 4, adaptive=True)
     speculator.cost.add(1, 0.01), speculator.cost.add(9, 0.09)  # a step is as long as its tokens are many
-    speculator.acceptance, speculator.steps = 0.1, 100
+    speculator.acceptance = 0.1
     assert speculator.draft_length(8) == 0
     speculator.acceptance = 1.0
     speculator.cost = StepCost()

@@ -33,6 +33,7 @@ from minillm.model.config import ModelConfig
 from minillm.model.linear import Packing, make_linear
 from minillm.model.llama import CacheView, DecoderLayer, Llama, WeightReader, rms_norm, rotation_for
 
+SHAPE = ("hidden_size", "vocab_size", "num_hidden_layers")  # by which a card tells targets apart
 WEIGHTS = Path(__file__).parent.parent / "weights" / "smollm2-135m-instruct-drafter.safetensors"
 
 
@@ -138,13 +139,24 @@ class DrafterProposer(DraftModelProposer):
         return torch.cat(slots).to(self.states.device)
 
 
+def read_card(path: Path = WEIGHTS) -> dict:
+    """What is known of the drafter: for which target, how it was made, and what it reached."""
+    return json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+
+
+def fits(target: Llama, card: Mapping) -> bool:
+    """Whether a target has the shape of the one that the drafter was trained for."""
+    return all(getattr(target.config, name) == value for name, value in card["target_shape"].items())
+
+
 def load_drafter(target: Llama, path: Path = WEIGHTS) -> Drafter:
-    """The drafter of SmolLM2-135M-Instruct, trained by `train_drafter`; its card lies beside it.
+    """The drafter of SmolLM2-135M-Instruct, trained by `minillm.measure.train_drafter`; its card lies beside it.
 
     Raises ValueError where the file or the target is another one.
     """
-    card = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-    data = path.read_bytes()
+    card, data = read_card(path), path.read_bytes()
     if (found := hashlib.sha256(data).hexdigest()) != card["sha256"]:
         raise ValueError(f"{path.name} is damaged: its sha256 is {found}, its card says {card['sha256']}")
+    if not fits(target, card):
+        raise ValueError(f"this drafter is for {card['target']}, of {card['target_shape']}; {target.config} is another")
     return Drafter(target, load(data))

@@ -318,40 +318,40 @@ class Speculator:
         if draft_length < 1:
             raise ValueError(f"draft_length {draft_length} would never draft; leave the speculator out instead")
         self.proposer, self.most, self.adaptive = proposer, draft_length, adaptive
-        self.cost, self.acceptance, self.steps = StepCost(), 0.5, 0
+        self.cost, self.acceptance, self.undrafted = StepCost(), HOPE, 0
 
     def draft_length(self, batch: int) -> int:
         """k for a step in which `batch` rows decode.
 
         Adaptive: the k with the most tokens per second, as far as acceptance and step cost
         are known: with acceptance a, k drafts give 1 + a + ... + a^k tokens, and a step of
-        batch (k + 1) tokens costs what such steps cost lately.
+        batch (k + 1) tokens costs what such steps cost lately. Steps that draft nothing
+        teach nothing of acceptance, so now and then one drafts all the same: so seldom that
+        it costs `PROBE_SHARE` of the time.
         """
         if not self.adaptive:
             return self.most
-        self.steps += 1
-        if self.steps <= PROBES_AT_START:
-            return self.most * (self.steps % 2)  # learn what drafts cost
-        if self.steps % PROBE_EVERY == 0:
-            return 1  # acceptance may have changed while nothing was drafted
 
-        def rate(k: int) -> float:
-            return sum(self.acceptance**i for i in range(k + 1)) / self.cost.seconds(batch * (k + 1))
+        def seconds(k: int) -> float:
+            return self.cost.seconds(batch * (k + 1))
 
-        return max(range(self.most + 1), key=rate)
+        best = max(range(self.most + 1), key=lambda k: sum(self.acceptance**i for i in range(k + 1)) / seconds(k))
+        self.undrafted = 0 if best else self.undrafted + 1
+        if self.undrafted * PROBE_SHARE * seconds(0) > seconds(1) - seconds(0) and self.undrafted > PROBE_AFTER:
+            self.undrafted, best = 0, 1
+        return best
 
     def observe(self, rows: Sequence[Row], outputs: Sequence[Sequence[int]], seconds: float) -> None:
-        """Learn from a step: what it cost, if it only decoded, and how many drafts were accepted."""
-        decoding = [row for row in rows if row.due]
-        if all(len(row.tokens) == 1 for row in rows):
-            self.cost.add(sum(1 + len(row.drafts) for row in rows), seconds)
-        for row, output in zip(decoding, outputs, strict=True):
+        """Learn from a step: what its tokens cost, a prompt's too, and how many drafts were accepted."""
+        self.cost.add(sum(row.span.count for row in rows), seconds)
+        for row, output in zip([row for row in rows if row.due], outputs, strict=True):
             tries = min(len(output), len(row.drafts))  # drafts up to the first rejected one, which is a try too
             for i in range(tries):
                 self.acceptance += LEARNING_RATE * ((i < len(output) - 1) - self.acceptance)
 
 
-PROBES_AT_START, PROBE_EVERY, LEARNING_RATE = 6, 32, 0.05
+HOPE, LEARNING_RATE = 0.5, 0.05  # the acceptance of the first draft, and how fast later ones change it
+PROBE_SHARE, PROBE_AFTER = 0.02, 16
 
 
 class StepCost:
@@ -368,7 +368,12 @@ class StepCost:
             setattr(self, name, getattr(self, name) * self.FORGET + value)
 
     def seconds(self, tokens: int) -> float:
-        """What a step of so many tokens should cost; more tokens never cost less."""
+        """What a step of so many tokens should cost; more tokens never cost less.
+
+        As long as all steps had one size, cost is taken to be in proportion to tokens: drafts look dear until known.
+        """
         spread = self.n * self.xx - self.x**2
-        slope = max(0.0, (self.n * self.xy - self.x * self.y) / spread) if spread > 1e-9 * self.xx else 0.0
+        if spread <= 1e-9 * self.xx:
+            return max(tokens * self.y / max(self.x, 1e-9), 1e-9)
+        slope = max(0.0, (self.n * self.xy - self.x * self.y) / spread)
         return max((self.y + slope * (self.n * tokens - self.x)) / max(self.n, 1e-9), 1e-9)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from minillm.measure import batching, formats, knee, limits, memory, prediction, rungs, traffic
+from minillm.measure import batching, formats, knee, limits, memory, prediction, rungs, speculation, traffic
 from minillm.measure.measurement import (
     EXACT,
     VIRTUAL,
@@ -60,6 +60,8 @@ EXPERIMENTS = {
         Experiment("capacity_sum", memory.capacity_sum, "how many requests fit", ("C1", "C2", "C5", "C7", "C10")),
         Experiment("memory_by_policy", memory.memory_by_policy, "slots and pages in the same bytes", ("C3",), 5),
         Experiment("prefix_sharing", memory.prefix_sharing, "one prompt's start stored for all", ("C8",), 5),
+        Experiment("speculation", speculation.speculation, "drafts by length, acceptance and batch",
+                   ("E1", "E2", "E3", "E4"), 60),
         Experiment("cost_of_blocks", memory.cost_of_blocks, "one run of memory against blocks", (), 5),
         Experiment("kv_quality", formats.kv_quality, "KV formats: bytes, and quality against fp32",
                    ("D1", "D2", "D4", "D5"), 80, formats.QUALITY_TABLES),

@@ -111,11 +111,11 @@ def _ladder_row(model, prompts, runs: Sequence[RungRun], rung: int) -> dict:
         same_requests = len(runs[rung - 1].outputs)
         before = run.speed_on_first(same_requests) / runs[rung - 1].tokens_per_s
     ttft = metrics.distribution(run.ttft_s)
-    compare = _compare(model, prompts, run.outputs, runs[1].outputs) if exact else NOT_EXACT
+    compared = compare(model, prompts, run.outputs, runs[1].outputs) if exact else NOT_EXACT
     return {
         "rung": rung, "name": title, "adds": adds, "requests": len(run.outputs),
         "output_tokens": sum(map(len, run.outputs)), "tokens_per_s": run.tokens_per_s, "times_rung_before": before,
-        "ttft_p50_s": ttft["p50"], "ttft_p99_s": ttft["p99"], **run.details, **compare,
+        "ttft_p50_s": ttft["p50"], "ttft_p99_s": ttft["p99"], **run.details, **compared,
         "agreement_percent": 100 * agreement(run.outputs, runs[1].outputs),
     }
 
@@ -171,7 +171,7 @@ def _run_engine(engine: Engine, prompts: Sequence[list[int]], max_tokens: int, b
     return RungRun([outputs[i] for i in ids], seconds, [r.first_token - r.arrival for r in records.requests], details)
 
 
-def _compare(model, prompts, outputs, reference) -> dict:
+def compare(model, prompts, outputs, reference) -> dict:
     """Whether a rung's tokens are the reference's, and where not, by how small a margin.
 
     `identical` forgives a first divergence only where the two likeliest logits are as good

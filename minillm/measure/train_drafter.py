@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minillm.ladder.continuous import Row
-from minillm.ladder.drafter import WEIGHTS, Drafter
+from minillm.ladder.drafter import SHAPE, WEIGHTS, Drafter
 from minillm.ladder.engine import Engine
 from minillm.ladder.request import SamplingParams
 from minillm.ladder.speculative import Speculator
@@ -100,7 +100,7 @@ def generate(model, tokenizer, folder: Path, shards: int, seed: int, size: int =
         if path.exists():
             continue
         start, keeper = time.perf_counter(), HiddenStates(model)
-        engine = Engine(model, tokenizer, max_batch=size // 2, max_context=512, prefix_cache=False, seed=seed + shard,
+        engine = Engine(model, tokenizer, max_batch=size, max_context=512, prefix_cache=False, seed=seed + shard,
                         speculator=Speculator(keeper, 1))
         temperatures = itertools.cycle((0.0, 0.7, 0.0, 1.0))
         params = [SamplingParams(answer, temperature=next(temperatures)) for _ in range(size)]
@@ -289,20 +289,22 @@ def main() -> None:
     parser.add_argument("--ids", type=int, default=6144, help="how many ids the drafter may propose")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 is faster on CPUs with AMX")
     parser.add_argument("--out", type=Path, default=WEIGHTS)
     own = parser.parse_args()
     torch.set_num_threads(own.threads)
     own.folder.mkdir(parents=True, exist_ok=True)
-    model = load_model(device="cpu")
     if own.stage in ("generate", "all"):
-        generate(model, load_tokenizer(), own.folder, own.shards, own.seed)
+        generate(load_model(dtype=own.dtype, device="cpu"), load_tokenizer(), own.folder, own.shards, own.seed)
     if own.stage in ("train", "all"):
-        texts = Texts(own.folder)
-        drafter, told = train(model, texts, own.folder, own.steps, own.seed, own.ids)
+        model, texts = load_model(dtype="fp32", device="cpu"), Texts(own.folder)
+        with torch.autocast("cpu", torch.bfloat16, enabled=own.dtype == "bf16"):
+            drafter, told = train(model, texts, own.folder, own.steps, own.seed, own.ids)
         save(
-            drafter, own.out, target=DEFAULT, made_by="python -m minillm.measure.train_drafter",
-            commit=current_commit(), seed=own.seed, texts=len(texts.training), tokens=texts.num_tokens, ids=own.ids,
-            **told,
+            drafter, own.out, target=DEFAULT, target_shape={name: getattr(model.config, name) for name in SHAPE},
+            made_by="python -m minillm.measure.train_drafter",
+            commit=current_commit(), seed=own.seed, dtype=own.dtype, ids=own.ids,
+            texts=len(texts.training), tokens=texts.num_tokens, **told,
         )
 
 

@@ -335,6 +335,65 @@ def c8(rows: Rows) -> Verdict:
     return judged(skipped and changed["found"] == 0, measured)
 
 
+# -- E: speculative decoding ----------------------------------------------------------------------
+
+
+def e1(rows: Rows) -> Verdict:
+    """Every greedy run with drafts gives plain decoding's tokens, ties aside, and sampling passes its chi-square."""
+    greedy = [row for row in rows if row["part"] in ("real", "replay")]
+    column(greedy, "same_tokens")
+    sampled = find(rows, part="sampling")
+    measured = (
+        f"{sum(row['same_tokens'] for row in greedy)} of {len(greedy)} greedy runs give the same tokens; "
+        f"{sampled['draws']:,} draws: chi-square {sampled['chi_square']:.3g}, limit {sampled['limit']}"
+    )
+    return judged(all(row["same_tokens"] for row in greedy) and sampled["chi_square"] < sampled["limit"], measured)
+
+
+def e2(rows: Rows) -> Verdict:
+    """At one row, verifying four drafts and the newest token takes at most 1.6 plain steps; if at the largest batch
+    it takes more than that, the batch is the condition."""
+    costs = [row for row in rows if row["part"] == "step cost" and row["k"] == 4]
+    column(costs, "times_plain")
+    one, many = costs[0], costs[-1]
+    measured = (
+        f"a step of 5 tokens a row in place of 1: {one['times_plain']:.2f} times as long at batch {one['batch']}, "
+        f"{many['times_plain']:.2f} at batch {many['batch']}"
+    )
+    return judged(one["times_plain"] <= 1.6, measured, "small batches" if many["times_plain"] > 1.6 else "")
+
+
+def e3(rows: Rows) -> Verdict:
+    """One request is served at least 1.5 times as fast at best; if the worst case is below 1.1, acceptance is the
+    condition."""
+    alone = [row for row in rows if row["part"] == "real" and row["batch"] == 1 and row["k"] != "adaptive"]
+    column(alone, "speedup")
+    best, worst = (choose(alone, key=lambda row: row["speedup"]) for choose in (max, min))
+    measured = "; ".join(
+        f"{row['speedup']:.2f} times as fast: {row['drafts']}, {row['prompts']}, k = {row['k']}, acceptance "
+        f"{row['acceptance']:.0%}" for row in (best, worst)
+    )
+    return judged(best["speedup"] >= 1.5, measured, "where drafts are often right" if worst["speedup"] < 1.1 else "")
+
+
+def e4(rows: Rows) -> Verdict:
+    """It costs: real drafts of a fixed length lose more than 5 % in some batch. If they do not in every batch above
+    one, drafts and batch are the condition. Where none loses, it hardly hurts, and the claim does not hold here."""
+    fixed = [row for row in rows if row["part"] == "real" and row["k"] != "adaptive" and row["batch"] > 1]
+    column(fixed, "speedup")
+    largest = max(row["batch"] for row in fixed)
+    adaptive = find(rows, part="real", k="adaptive", batch=largest, prompts="chat")
+    crossings = [row for row in rows if row["part"] == "crossover" and not row["drafts"].startswith("replay")]
+    measured = ", ".join(
+        f"{row['drafts']} on {row['prompts']} "
+        + (f"costs from batch {row['costs_from_batch']}" if row["costs_from_batch"] else f"gains up to {largest}")
+        for row in crossings
+    )
+    measured += f"; {adaptive['speedup']:.2f} times plain decoding at batch {largest} if the length adapts"
+    costs = [row for row in fixed if row["speedup"] < 0.95]
+    return judged(bool(costs), measured, "it depends on drafts and batch" if len(costs) < len(fixed) else "")
+
+
 # -- F: running a service -------------------------------------------------------------------------
 
 

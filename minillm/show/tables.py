@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 
@@ -25,6 +26,12 @@ def all_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 def filled(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> dict[str, str]:
     """The columns in which at least one row has something."""
     return {key: title for key, title in columns.items() if any(row.get(key) is not None for row in rows)}
+
+
+def tables(rows: Sequence[Mapping[str, Any]]) -> str:
+    """All rows, as one table for each run of rows that have the same columns."""
+    groups = [list(group) for _, group in groupby(rows, key=lambda row: tuple(all_columns([row])))]
+    return "\n\n".join(text_table(group, all_columns(group)) for group in groups)
 
 
 def cell(value: Any) -> str:
