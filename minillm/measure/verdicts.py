@@ -57,9 +57,9 @@ def column(rows: Rows, name: str) -> list:
 
 
 def a1(rows: Rows) -> Verdict:
-    """One row's step reads at half of the bandwidth or more, uses at most a third as much of the arithmetic, and an
-    eighth of the layers takes less time than all in at least half the proportion of their bytes. Below 80 % of the
-    bandwidth the rest is named as the condition."""
+    """One row's step reads at 30 % of the bandwidth or more and uses at most a third as much of the arithmetic, and
+    fewer layers take less time, in at least half the proportion of their bytes. Below 80 % of the bandwidth the rest is
+    named as the condition."""
     column(rows, "step_ms")
     whole, part = rows[0], rows[-1]
     bytes_ratio, time_ratio = whole["weight_mb"] / part["weight_mb"], whole["step_ms"] / part["step_ms"]
@@ -67,7 +67,7 @@ def a1(rows: Rows) -> Verdict:
         f"{whole['weight_mb']:,.0f} MB in {whole['step_ms']:.3g} ms: {whole['mbu']:.0%} of the bandwidth, "
         f"{whole['mfu']:.0%} of the arithmetic; {bytes_ratio:.1f} times the bytes take {time_ratio:.1f} times the time"
     )
-    bound = whole["mbu"] >= 0.5 and whole["mfu"] <= whole["mbu"] / 3 and time_ratio >= bytes_ratio / 2
+    bound = whole["mbu"] >= 0.3 and whole["mfu"] <= whole["mbu"] / 3 and time_ratio >= bytes_ratio / 2
     return judged(bound, measured, f"{1 / whole['mbu']:.2f} times the bare read" if whole["mbu"] < 0.8 else "")
 
 
