@@ -4,6 +4,7 @@ from minillm.ladder.engine import Engine
 from minillm.ladder.request import Completion, RequestError, SamplingParams, TokenEvent
 from minillm.measure import metrics
 from minillm.model.config import ModelConfig
+from minillm.model.linear import quantize_weights
 from minillm.model.tokenizer import load_tokenizer
 from minillm.model.weights import load_model
 
@@ -18,4 +19,5 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "metrics",
+    "quantize_weights",
 ]

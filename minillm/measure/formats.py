@@ -16,9 +16,12 @@ from minillm.ladder.quantized import (
     Rotation,
     default_transform,
     kv_bytes_per_token,
+    native_format,
 )
+from minillm.ladder.records import Records
 from minillm.ladder.request import SamplingParams
-from minillm.measure.chapters import measured
+from minillm.measure import metrics
+from minillm.measure.chapters import batch_curve, measured, serve, warm_up
 from minillm.measure.key_errors import (
     TOKEN_BLOCK,
     PerChannelKeys,
@@ -28,7 +31,7 @@ from minillm.measure.key_errors import (
     per_token,
     queries_and_keys,
 )
-from minillm.measure.measurement import Measurement
+from minillm.measure.measurement import Measurement, Spread
 from minillm.measure.prompts import CHAT_PROMPTS
 from minillm.measure.quality import (
     FREQUENCY_BUCKETS,
@@ -44,10 +47,15 @@ from minillm.measure.quality import (
     retrieved,
     token_losses,
 )
+from minillm.measure.roofline import StepShape, least_work
 from minillm.measure.rungs import agreement, first_divergence
 from minillm.measure.setting import Setting
+from minillm.measure.workload import chat
+from minillm.model.linear import WEIGHT_FORMATS, quantize_weights
+from minillm.model.source import DEFAULT
 
 REFERENCE_FORMAT, PLAIN_FORMAT = "fp32", "bf16"  # what quality, and what memory, is compared with
+GIB = 1 << 30
 
 
 # -- schemes: a format, and what is done to the keys before ---------------------------------------
@@ -57,13 +65,17 @@ Calibration = tuple  # queries [L, N, Hq, D] and keys [L, N, Hkv, D] of the cali
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to store keys and values. served: whether the engine can be given it."""
+    """A way to store keys and values.
+
+    served: whether the engine can be given it. main: measured in quick mode too, and not on
+    text alone but with codes to find and prompts to answer.
+    """
 
     name: str
     kv_format: str
     transform: Callable[[Setting, Calibration], KeyTransform | None]
+    main: bool = True
     served: bool = True
-    in_quick: bool = True
 
 
 def as_they_are(setting: Setting, calibration: Calibration) -> None:
@@ -85,15 +97,15 @@ def balanced(setting: Setting, calibration: Calibration) -> KeyTransform:
 
 SCHEMES = (
     Scheme("fp32", "fp32", as_they_are),
-    Scheme("bf16", "bf16", as_they_are, in_quick=False),
     Scheme("int8", "int8", as_they_are),
-    Scheme("fp8, keys as they are", "fp8", as_they_are, in_quick=False),
     Scheme("fp8", "fp8", rotated),
-    Scheme("int4, keys as they are", "int4", as_they_are, in_quick=False),
     Scheme("int4", "int4", rotated),
-    Scheme("int4, channels scaled", "int4", scaled_channels, in_quick=False),
     Scheme("int4, calibrated", "int4", balanced),
-    Scheme("int4, keys per channel", "int4", as_they_are, served=False, in_quick=False),
+    Scheme("int4, keys as they are", "int4", as_they_are),
+    Scheme("int4, keys per channel", "int4", as_they_are, main=False, served=False),
+    Scheme("int4, channels scaled", "int4", scaled_channels, main=False),
+    Scheme("fp8, keys as they are", "fp8", as_they_are, main=False),
+    Scheme("bf16", "bf16", as_they_are, main=False),
 )
 
 
@@ -104,7 +116,7 @@ _BUCKETS = {
     **{f"at_{name}": f"at {name.replace('_', ' ')}" for name in POSITION_BUCKETS},
 }
 LENGTHS = {"quick": (256, 768), "full": (512, 1024, 2048, 4096)}  # of the texts that hide codes, in tokens
-TEXT_TOKENS = 8192  # of such texts, for each length
+TEXT_TOKENS = 4096  # of such texts, for each length
 _TEXT = {
     "perplexity": "perplexity", "perplexity_error": "+-", "change_percent": "change %", "change_error_percent": "+-",
     "same_first_choice_percent": "same first choice %", "greedy_agree_percent": "greedy agrees %",
@@ -115,11 +127,19 @@ _LOSS = {
     for column, title in ((f"{key}_change_nats", name), (f"{key}_change_error_nats", "+-"))
 }
 _FOUND = {f"found_in_{n}_percent": f"found in {n:,} %" for n in sorted({*LENGTHS["quick"], *LENGTHS["full"]})}
-QUALITY_TABLES = (
-    {"scheme": "scheme", "kv_bytes_per_token": "bytes per token", "share_of_16_bit": "of 16 bit", **_TEXT},
-    {"scheme": "loss grows by (nats)", **_LOSS},
-    {"scheme": "abilities", "copied_percent": "copied %", "copying_change_nats": "loss grows by (nats)",
-     "copying_change_error_nats": "+-", **_FOUND},
+def quality_tables(key: str, **first: str) -> tuple[dict[str, str], ...]:
+    """Text, buckets and abilities, each row named by the column `key`; `first` stands in the first table only."""
+    return (
+        {key: key, **first, **_TEXT},
+        {key: "loss grows by (nats)", **_LOSS},
+        {key: "abilities", "copied_percent": "copied %", "copying_change_nats": "loss grows by (nats)",
+         "copying_change_error_nats": "+-", **_FOUND},
+    )
+
+
+KV_TABLES = quality_tables("scheme", kv_bytes_per_token="bytes per token", share_of_16_bit="of 16 bit")
+WEIGHT_TABLES = quality_tables(
+    "weights", read_mb="MB read a step", bits_per_weight="bits per weight", baseline="baseline"
 )
 
 
@@ -145,8 +165,8 @@ class Task:
     def of(cls, setting: Setting) -> Task:
         tokenizer, corpus = setting.tokenizer, python_help(setting.tokenizer)
         documents = corpus.documents(*setting.size((1, 1024), (3, 4096)))
-        copies = repeated(setting.config.vocab_size, *setting.size((1, 256), (6, 256)), seed=setting.seed)
-        lengths, texts, hidden = setting.size((LENGTHS["quick"], 1, 4), (LENGTHS["full"], 8, 4))
+        copies = repeated(setting.config.vocab_size, *setting.size((1, 256), (4, 256)), seed=setting.seed)
+        lengths, texts, hidden = setting.size((LENGTHS["quick"], 1, 4), (LENGTHS["full"], 4, 4))
         codes = {
             length: [
                 hidden_codes(tokenizer, corpus, length, hidden, seed)
@@ -154,7 +174,7 @@ class Task:
             ]
             for length in lengths
         }
-        number, max_tokens = setting.size((4, 24), (24, 48))
+        number, max_tokens = setting.size((4, 24), (16, 32))
         prompts = [tokenizer.chat(prompt) for prompt in CHAT_PROMPTS[:number]]
         return cls(corpus, documents, copies, codes, prompts, max_tokens)
 
@@ -213,10 +233,10 @@ def kv_quality(setting: Setting) -> Measurement:
     model, task = setting.model, Task.of(setting)
     calibration = queries_and_keys(model, task.corpus.calibration)
     rows, reference = [], None
-    for scheme in setting.each("KV formats", [s for s in SCHEMES if s.in_quick or not setting.quick]):
+    for scheme in setting.each("KV formats", [s for s in SCHEMES if s.main or not setting.quick]):
         transform = scheme.transform(setting, calibration)
         storage_for = partial(make_storage, model, scheme, transform)
-        if scheme.served:
+        if scheme.main:
             got = answers(setting, model, task, storage_for, kv_format=scheme.kv_format, key_transform=transform)
         else:
             got = Answers(*(token_losses(model, texts, storage_for) for texts in (task.documents, task.copies)))
@@ -226,6 +246,103 @@ def kv_quality(setting: Setting) -> Measurement:
             **footprint(setting.config, scheme.kv_format), **answer_row(task, got, reference),
         })
     return measured("kv_quality", model, setting.model_name, rows, None, setting.seed)
+
+
+def weight_quality(setting: Setting) -> Measurement:
+    """Each weight format over keys and values in fp32: quality against the weights as they were loaded.
+
+    The default checkpoint was itself stored in 4 bits once, in groups of 32, so its numbers
+    are kinder to 4 bits than a model's that never was: `baseline` says so in every row.
+    """
+    plain, task = setting.model, Task.of(setting)
+    rows, reference = [], None
+    for weight_format in setting.each("weight formats", (None, *WEIGHT_FORMATS)):
+        model = quantize_weights(plain, weight_format) if weight_format else plain
+        storage_for = partial(KVStorage, model.config, REFERENCE_FORMAT, device=model.device)
+        got = answers(setting, model, task, storage_for, kv_format=REFERENCE_FORMAT)
+        reference = reference or got
+        rows.append({
+            "weights": weight_format or native_format(plain.dtype), "read_mb": model.weight_bytes / 1e6,
+            "bits_per_weight": 8 * model.weight_bytes / read_weights(plain), "baseline": baseline(setting.model_name),
+            **answer_row(task, got, reference),
+        })
+    return measured("weight_quality", plain, setting.model_name, rows, None, setting.seed)
+
+
+def baseline(name: str) -> str:
+    """What the loaded weights had been through before."""
+    return "once Q4_1, dequantised" if name == DEFAULT else "as loaded"
+
+
+def read_weights(model) -> int:
+    """The weights that a step of a model in its own dtype reads, as a number of weights."""
+    return model.weight_bytes // model.dtype.itemsize
+
+
+def weight_speed(setting: Setting) -> Measurement:
+    """A decode step by weight format and rows: time, share of the bandwidth, and the cache that has room beside."""
+    plain, steps, prompt = setting.timed_model, setting.size(8, 16), 16
+    rows, spread = [], None
+    for weight_format in setting.each("weight formats", (None, *WEIGHT_FORMATS)):
+        model = quantize_weights(plain, weight_format) if weight_format else plain
+        curve = batch_curve(model, setting.timed_name, setting.size((1, 8), (1, 2, 4, 8, 16, 32)), prompt, steps)
+        spread = spread or curve.provenance.noise
+        for row in curve.rows:
+            shape = StepShape.decode([prompt + steps // 2] * row["rows"])
+            work = least_work(model.config, native_format(model.dtype), shape, model.weight_bytes)
+            rows.append({
+                "weights": weight_format or native_format(plain.dtype), "rows": row["rows"],
+                "read_mb": model.weight_bytes / 1e6, "step_ms": row["step_ms"], "min_ms": row["min_ms"],
+                "max_ms": row["max_ms"], "tokens_per_s": row["tokens_per_s"],
+                "mbu": setting.ceilings.mbu(work, row["step_ms"] / 1e3),
+                "cache_tokens_in_1_gib": cache_beside(model, GIB),
+            })
+    for row in rows:
+        same = next(first for first in rows if first["rows"] == row["rows"])  # in the weights as loaded
+        row["times_faster"] = same["step_ms"] / row["step_ms"]
+    return measured("weight_speed", plain, setting.timed_name, rows, Spread(**spread, repeats=steps, warmups=1))
+
+
+def cache_beside(model, memory: int) -> int:
+    """Tokens of 16-bit cache that fit into `memory` bytes beside the weights, the embedding table counted."""
+    left = memory - model.weight_bytes - model.embedding.nbytes
+    return max(0, left) // kv_bytes_per_token(model.config, PLAIN_FORMAT)
+
+
+def kv_concurrency(setting: Setting) -> Measurement:
+    """The `chat` lengths, all at once, in the same bytes for keys and values: who runs at once, and how fast."""
+    model = setting.timed_model
+    requests, scale, fit = setting.size((16, 1 / 32, 2), (48, 1 / 8, 4), (512, 1.0, 32))
+    items = chat(requests, scale=scale, seed=setting.seed)
+    tokens = max(
+        fit * sum(len(item.prompt_ids) + item.output_tokens for item in items) // requests,
+        max(len(item.prompt_ids) + item.max_tokens for item in items) + 16,
+    )
+    memory = tokens * kv_bytes_per_token(model.config, REFERENCE_FORMAT)
+    warm_up(model)
+    rows = []
+    for kv_format in setting.each("KV formats", ("fp32", "bf16", "int8", "int4")):
+        records = serve(model, items, kv_format=kv_format, kv_memory=memory, max_batch=setting.size(32, 64, 512))
+        rows.append(concurrency_row(model.config, kv_format, memory, records))
+    for row in rows:
+        plain = next((r for r in rows if r["kv_format"] == PLAIN_FORMAT), rows[0])
+        row["times_16_bit_requests"] = row["mean_requests"] / plain["mean_requests"]
+        row["times_16_bit_speed"] = row["tokens_per_s"] / plain["tokens_per_s"]
+    speeds = Spread.of([row["tokens_per_s"] for row in rows], warmups=1)
+    return measured("kv_concurrency", model, setting.timed_name, rows, speeds, setting.seed)
+
+
+def concurrency_row(config, kv_format: str, memory: int, records: Records) -> dict:
+    """One row of `kv_concurrency`. Requests at once are means over the steps; times are of this device."""
+    summary, stored = metrics.summary(records), kv_bytes_per_token(config, kv_format)
+    return {
+        "kv_format": kv_format, "kv_mb": memory / 1e6, "tokens_that_fit": memory // (16 * stored) * 16,
+        "mean_requests": sum(len(step.members) for step in records.steps) / len(records.steps),
+        "peak_requests": summary["batch"]["peak_rows"], "steps": summary["steps"],
+        "preemptions": summary["preemptions"], "tokens_per_s": summary["output_tokens"] / summary["busy_s"],
+        "ttft_p50_s": summary["ttft_s"]["p50"], "itl_p50_ms": summary["itl_per_token_s"]["p50"] * 1e3,
+        "itl_p99_ms": summary["itl_per_token_s"]["p99"] * 1e3,
+    }
 
 
 def make_storage(model, scheme: Scheme, transform: KeyTransform | None, slots: int) -> KVStorage:

@@ -48,6 +48,7 @@ class Llama:
         or that contradict `tie_word_embeddings`.
         """
         self.config, self.device, self.dtype = config, torch.device(device), dtype
+        self.weight_format: str | None = None  # "int8" or "int4" after `quantize_weights`; else as `dtype` says
         take = WeightReader(tensors, self.device, dtype, packed)
         self.embedding = take.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)  # [V, H]
         self.layers = [DecoderLayer(config, take, index) for index in range(config.num_hidden_layers)]
@@ -91,6 +92,8 @@ class Llama:
 class DecoderLayer:
     """Attention and a gated feed-forward network, each added to the residual stream."""
 
+    LINEARS = ("qkv", "output", "gate_up", "down")
+
     def __init__(self, config: ModelConfig, take: WeightReader, index: int) -> None:
         self.config = config
         hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
@@ -109,7 +112,7 @@ class DecoderLayer:
 
     @property
     def linears(self) -> tuple:
-        return self.qkv, self.output, self.gate_up, self.down
+        return tuple(getattr(self, name) for name in self.LINEARS)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: CacheView, index: int) -> Tensor:
         """x [N, H] -> [N, H]."""
