@@ -208,7 +208,7 @@ def run_check(check: Check, answer: Any, seconds: float = CHECK_SECONDS) -> Outc
     except Wrong as wrong:
         return Outcome(check.name, False, message, f"Asked: {wrong}", max(_margin, default=None))
     except NotImplementedError as error:
-        return Outcome(check.name, False, *not_written(error))
+        return Outcome(check.name, False, NOT_WRITTEN, learners_traceback(error, check))
     except TimeLimit:
         return Outcome(check.name, False, f"It ran for more than {seconds:g} s: does a loop never end? {message}")
     except SystemExit:
@@ -218,19 +218,19 @@ def run_check(check: Check, answer: Any, seconds: float = CHECK_SECONDS) -> Outc
     except MemoryError:
         return Outcome(check.name, False, f"It ran out of memory: does a list grow for ever? {message}")
     except BaseException as error:
-        return Outcome(check.name, False, message, learners_traceback(error))
+        return Outcome(check.name, False, message, learners_traceback(error, check))
     return Outcome(check.name, True, margin=max(_margin, default=None))
 
 
-def not_written(error: NotImplementedError) -> tuple[str, str]:
-    """Message and detail for an answer in which a stub line still runs."""
-    line = "The line `raise NotImplementedError(…)` still runs. Write your code in its place, and delete the line."
-    return line, learners_traceback(error)
+NOT_WRITTEN = (
+    "The line `raise NotImplementedError(…)` still runs. Write your code in its place, and delete the line."
+)
 
 
-def learners_traceback(error: BaseException) -> str:
+def learners_traceback(error: BaseException, check: Check) -> str:
     """The traceback without our own frames, which would quote the check."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(OURS)]
+    ours = (OURS, check.run.__code__.co_filename)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
     last = traceback.format_exception_only(error)
     if not frames:
         return "What came back could not be used:\n" + "".join(last)

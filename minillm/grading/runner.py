@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -70,7 +71,7 @@ class Marks:
         return sum(len(task.checks) for task in find(self.exercise).tasks)
 
     def to_json(self) -> dict[str, Any]:
-        tasks = {name: [asdict(outcome) for outcome in outcomes] for name, outcomes in self.outcomes.items()}
+        tasks = {name: [plain(outcome) for outcome in outcomes] for name, outcomes in self.outcomes.items()}
         return {"exercise": self.exercise, "points": self.points, "out_of": self.out_of, "notes": self.notes,
                 "tasks": tasks}
 
@@ -78,6 +79,12 @@ class Marks:
     def from_json(cls, content: dict[str, Any]) -> Marks:
         outcomes = {name: [Outcome(**outcome) for outcome in row] for name, row in content["tasks"].items()}
         return cls(content["exercise"], outcomes, content["notes"])
+
+
+def plain(outcome: Outcome) -> dict[str, Any]:
+    """An outcome for JSON, which has no infinity."""
+    finite = outcome.margin is not None and math.isfinite(outcome.margin)
+    return {**asdict(outcome), "margin": outcome.margin if finite else None}
 
 
 def nothing(exercise: str, why: str) -> Marks:
@@ -220,7 +227,7 @@ def child(sender, path: str, exercise: str, skip_cells: dict[int, str], done: li
         if task.name not in done:
             send("task", task.name)
             for outcome in grade_task(task, submission, answers, limits):
-                send("outcome", task.name, asdict(outcome))
+                send("outcome", task.name, plain(outcome))
     send("done")
 
 

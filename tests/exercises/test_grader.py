@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
+import time
 from contextlib import nullcontext
 from html.parser import HTMLParser
 from pathlib import Path
@@ -271,6 +273,26 @@ def test_of_two_notebooks_the_one_with_the_exercises_name_counts(a_class):
     os.utime(copy, (2e9, 2e9))
     ann = classroom.find_learners(a_class)[1]
     assert ann.notebooks[NAME].stem == NAME and "several notebooks" in ann.notes[0]
+
+
+@pytest.mark.slow
+def test_a_class_of_thirty_takes_less_than_ten_minutes(tmp_path):
+    """Ten learners with solutions, ten with stubs, ten whose every notebook has an endless loop and a failing cell."""
+    for number in range(30):
+        folder = tmp_path / "class" / f"learner-{number:02}"
+        shutil.copytree(FOLDER / ("." if number % 3 == 1 else "solutions"), folder,
+                        ignore=lambda _, names: [name for name in names if not name.endswith(".ipynb")])
+        if number % 3 == 2:
+            for path in folder.glob("*.ipynb"):
+                notebook = json.loads(path.read_text(encoding="utf-8"))
+                for source in ("while True: pass", "1 / 0"):
+                    notebook["cells"].insert(1, {"cell_type": "code", "source": source, "metadata": {}})
+                path.write_text(json.dumps(notebook), encoding="utf-8")
+    learners, start = classroom.find_learners(tmp_path / "class"), time.perf_counter()
+    classroom.grade_class(learners, 2, bar, kept=tmp_path / "kept")
+    assert time.perf_counter() - start < 600
+    for number, learner in enumerate(learners):
+        assert learner.points == (0 if number % 3 == 1 else learner.out_of), learner.name
 
 
 @pytest.mark.parametrize(
