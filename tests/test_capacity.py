@@ -1,11 +1,14 @@
 """How many requests fit: the articles' sum, and the same sum against bytes that were really allocated."""
 
+import json
+
 import pytest
 from tiny import SHAPES, tiny_config, tiny_model
 
+from minillm.cli import main
 from minillm.ladder.engine import Engine
-from minillm.measure.capacity import GB, capacity
-from minillm.model.config import ModelConfig
+from minillm.measure.capacity import GB, capacity, preset_rows, server_flags, what_changes_it
+from minillm.model.config import PRESETS, ModelConfig
 
 
 def articles(**changes):
@@ -36,7 +39,7 @@ def test_query_heads_that_share_a_key_save_their_factor():
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kv_format", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("kv_format", ["fp32", "bf16", "fp16", "int8", "fp8", "int4"])
 def test_the_sum_agrees_with_what_the_engine_allocates(shape, kv_format):
     model = tiny_model(shape)
     context, block_size, requests = 96, 16, 7
@@ -49,6 +52,62 @@ def test_the_sum_agrees_with_what_the_engine_allocates(shape, kv_format):
     assert allocated == kv_memory + found.kv_bytes_per_token
     smaller = capacity(model.config, kv_memory / GB, weights_gb=0, overhead_gb=0, context=context, kv_format=kv_format)
     assert smaller.max_concurrent == requests
+
+
+def test_a_pool_holds_no_more_than_the_sum_says_and_a_block_less_at_most():
+    """The cache of a request is rounded up to blocks, and the pool down."""
+    model, block_size = tiny_model("t8-2"), 16
+    for kv_format in ("fp32", "int8", "fp8", "int4"):
+        found = capacity(model.config, memory_gb=2e-3, weights_gb=1e-3, overhead_gb=0, context=100, kv_format=kv_format)
+        engine = Engine(model, kv_format=kv_format, kv_memory=round(found.cache_gb * GB), block_size=block_size)
+        fits = engine.stats().blocks_free // -(-100 // block_size)
+        assert found.max_concurrent * 100 / 112 - 1 < fits <= found.max_concurrent
+
+
+# -- what changes it ------------------------------------------------------------------------------
+
+
+def test_what_changes_the_sum():
+    rows = {row["case"]: row for row in what_changes_it("llama-3-8b", memory_gb=80, weights_gb=16)}
+    fits = {case: row["max_concurrent"] for case, row in rows.items()}
+    assert fits == {
+        "as asked": 111, "half the context": 223, "int8 keys and values": 220, "int4 keys and values": 357,
+        "a KV head for each query head, not for 4": 27,
+    }
+    assert rows["half the context"]["times"] == pytest.approx(223 / 111)
+
+
+def test_a_model_that_shares_no_kv_head_has_no_such_row():
+    cases = [row["case"] for row in what_changes_it("smollm2-1.7b", memory_gb=80, kv_format="int8")]
+    assert cases == ["as asked", "half the context", "int4 keys and values"]
+
+
+def test_every_preset_has_its_bytes_per_token():
+    rows = {row["model"]: row for row in preset_rows()}
+    assert set(rows) == set(PRESETS)
+    assert rows["qwen3-0.6b"]["bf16_kv_bytes_per_token"] == 114_688
+    assert rows["llama-3-8b"]["int8_kv_bytes_per_token"] == 66_560
+    assert rows["llama-3-8b"]["weights_gb"] == pytest.approx(16.06, abs=0.01)
+
+
+def test_the_flags_of_other_engines_say_the_same():
+    flags = server_flags(articles(kv_format="fp8"))
+    assert flags["vLLM"] == (
+        "--max-model-len 4096 --gpu-memory-utilization 0.95 --max-num-seqs 220 --kv-cache-dtype fp8"
+    )
+    assert flags["SGLang"].endswith("--max-running-requests 220 --kv-cache-dtype fp8_e4m3")
+    assert "kv-cache-dtype" not in server_flags(articles())["vLLM"]
+    assert "for int4 there is no flag" in server_flags(articles(kv_format="int4"))["vLLM"]
+
+
+@pytest.mark.parametrize(("kv_format", "fit", "rule"), [("bf16", 111, 111), ("int8", 220, 222)])
+def test_the_command_prints_the_sum_and_its_json(kv_format, fit, rule, capsys):
+    sums = "--model llama-3-8b --memory-gb 80 --weights-gb 16 --overhead-gb 4 --context 4096 --json -"
+    assert main(["capacity", *sums.split(), "--kv-format", kv_format]) == 0
+    *text, last = capsys.readouterr().out.strip().splitlines()
+    found = json.loads(last)
+    assert (found["max_concurrent"], found["rule_of_thumb"]) == (fit, rule)
+    assert any(f"{fit} requests at once" in line for line in text)
 
 
 def test_nothing_left_is_said_with_the_numbers():

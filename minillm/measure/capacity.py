@@ -6,11 +6,11 @@ GB here is 10**9 bytes, as in bandwidths and data sheets; a GiB is 7 % more.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
-from minillm.ladder.quantized import kv_bytes_per_token
+from minillm.ladder.quantized import NATIVE_FORMATS, kv_bytes_per_token
 from minillm.measure.roofline import weight_numbers
-from minillm.model.config import ModelConfig
+from minillm.model.config import PRESETS, ModelConfig
 
 GB = 10**9
 WEIGHT_BYTES = 2  # per weight, at 16 bits
@@ -67,3 +67,58 @@ def capacity(
         max_concurrent=int(cache_bytes // (context * per_token)),
         rule_of_thumb=plain * 16 // bits,
     )
+
+
+def what_changes_it(model: str, context: int = 4096, kv_format: str = PLAIN_FORMAT, **sums) -> list[dict]:
+    """The sum as asked, and with one thing changed: half the context, fewer bits, no KV heads shared. As rows.
+
+    `sums` are the other arguments of `capacity`. Weights are those of the model itself in
+    every row, so that only the cache differs.
+    """
+    config = ModelConfig.preset(model)
+    alone = replace(config, num_key_value_heads=config.num_attention_heads)
+    if sums.get("weights_gb") is None:
+        sums["weights_gb"] = weight_numbers(config) * WEIGHT_BYTES / GB
+    cases = [("as asked", config, context, kv_format), ("half the context", config, context // 2, kv_format)]
+    cases += [(f"{name} keys and values", config, context, name) for name in ("int8", "int4") if name != kv_format]
+    if alone != config:
+        shared = config.num_attention_heads // config.num_key_value_heads
+        cases.append((f"a KV head for each query head, not for {shared}", alone, context, kv_format))
+    rows = []
+    for case, changed, tokens, stored in cases:
+        found = asdict(capacity(changed, context=tokens, kv_format=stored, **sums))
+        first = rows[0]["max_concurrent"] if rows else found["max_concurrent"]
+        rows.append({"case": case, **found, "times": found["max_concurrent"] / first if first else None})
+    return rows
+
+
+def preset_rows(kv_formats: tuple[str, ...] = ("bf16", "int8", "int4")) -> list[dict]:
+    """Every preset's weights at 16 bits, and what a token of its cache takes in each of these formats."""
+    return [
+        {
+            "model": name, "weights_gb": weight_numbers(config) * WEIGHT_BYTES / GB,
+            **{f"{kv_format}_kv_bytes_per_token": kv_bytes_per_token(config, kv_format) for kv_format in kv_formats},
+        }
+        for name, config in PRESETS.items()
+    ]
+
+
+def server_flags(found: Capacity) -> dict[str, str]:
+    """What says the same to vLLM and to SGLang (their documentation, 2025).
+
+    Both are told a share of the device's memory for weights and cache together. Of the
+    quantised formats here they share fp8.
+    """
+    share = f"{(found.memory_gb - found.overhead_gb) / found.memory_gb:.2f}"
+    names = {
+        "vLLM": ("--max-model-len", "--gpu-memory-utilization", "--max-num-seqs", "--kv-cache-dtype fp8"),
+        "SGLang": ("--context-length", "--mem-fraction-static", "--max-running-requests", "--kv-cache-dtype fp8_e4m3"),
+    }
+    lines = {}
+    for engine, (context, memory, rows, fp8) in names.items():
+        lines[engine] = f"{context} {found.context_tokens} {memory} {share} {rows} {max(1, found.max_concurrent)}"
+        if found.kv_format == "fp8":
+            lines[engine] += f" {fp8}"
+        elif found.kv_format not in NATIVE_FORMATS:
+            lines[engine] += f" (for {found.kv_format} there is no flag; 8 bits are {fp8})"
+    return lines

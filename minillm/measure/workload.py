@@ -32,7 +32,7 @@ class WorkItem:
     """One request: seconds after the start, token ids, the visible cap, and the hidden end (None: the cap)."""
 
     arrival: float
-    prompt_ids: list[int]
+    prompt_ids: Sequence[int]
     max_tokens: int
     stop_after: int | None = None
 
@@ -79,7 +79,8 @@ def play(engine: Engine, items: Sequence[WorkItem], clients: int | None = None) 
 
 
 # -- the workloads --------------------------------------------------------------------------------
-# `scale` shrinks every length, so that a laptop can run what was drawn for a data centre.
+# `scale` shrinks every length, so that a laptop can run what was drawn for a data centre. `ids`
+# makes the prompts: `random_ids`, or in virtual time `numbered_ids`, which take no memory.
 
 
 def yardstick(requests: int = 256, scale: float = 1.0, seed: int = 0) -> list[WorkItem]:
@@ -104,14 +105,14 @@ def peers(requests: int = 24, scale: float = 1.0, seed: int = 0) -> list[WorkIte
     ]
 
 
-def chat(requests: int = 256, rate: float = 5.53, scale: float = 1.0, seed: int = 0) -> list[WorkItem]:
+def chat(requests: int = 256, rate: float = 5.53, scale: float = 1.0, seed: int = 0, ids=None) -> list[WorkItem]:
     """Lengths of Azure's conversation trace (2023, CC BY 4.0), Poisson arrivals at `rate` a second."""
-    return from_quantiles(CHAT_PROMPT, CHAT_ANSWER, 1.0, requests, rate, scale, seed)
+    return from_quantiles(CHAT_PROMPT, CHAT_ANSWER, 1.0, requests, rate, scale, seed, ids)
 
 
-def code(requests: int = 256, rate: float = 2.57, scale: float = 1.0, seed: int = 0) -> list[WorkItem]:
+def code(requests: int = 256, rate: float = 2.57, scale: float = 1.0, seed: int = 0, ids=None) -> list[WorkItem]:
     """Lengths of Azure's code trace: long prompts, short answers, in bursts (gaps that vary by 13.2 of their mean)."""
-    return from_quantiles(CODE_PROMPT, CODE_ANSWER, 13.2, requests, rate, scale, seed)
+    return from_quantiles(CODE_PROMPT, CODE_ANSWER, 13.2, requests, rate, scale, seed, ids)
 
 
 # Tokens at these percentages of the requests of Azure's LLM inference traces, 2023.
@@ -123,18 +124,19 @@ CODE_ANSWER = (6, 7, 9, 13, 24, 55, 90, 251, 1_899)
 
 
 def from_quantiles(
-    prompts: Sequence[int], answers: Sequence[int], gap_cv: float, requests: int, rate: float, scale: float, seed: int
+    prompts: Sequence[int], answers: Sequence[int], gap_cv: float, requests: int, rate: float, scale: float, seed: int,
+    ids=None,
 ) -> list[WorkItem]:
     """Independent lengths from two tables of quantiles; the cap is the longest answer of the table.
 
     Gaps are Gamma with the coefficient of variation `gap_cv`: 1 is a Poisson process, more
     comes in bursts.
     """
-    draw = np.random.default_rng(seed)
+    draw, ids = np.random.default_rng(seed), ids or random_ids
     gaps = draw.gamma(gap_cv**-2, gap_cv**2 / rate, requests)
     prompt_tokens, answer_tokens = (at_quantiles(table, draw.random(requests)) for table in (prompts, answers))
     return [
-        WorkItem(float(arrival), random_ids(draw, prompt, scale), scaled(max(answers), scale), scaled(answer, scale))
+        WorkItem(float(arrival), ids(draw, prompt, scale), scaled(max(answers), scale), scaled(answer, scale))
         for arrival, prompt, answer in zip(gaps.cumsum(), prompt_tokens, answer_tokens, strict=True)
     ]
 
@@ -171,13 +173,11 @@ def articles_static(answers: Sequence[int] = (800, *[40] * 7), scale: float = 1.
 
 
 def worked_example(
-    requests: int = 512, context: int = 4096, answer: int = 300, scale: float = 1.0, seed: int = 0
+    requests: int = 512, context: int = 4096, answer: int = 300, scale: float = 1.0, seed: int = 0, ids=None
 ) -> list[WorkItem]:
     """The articles' service: chats that fill a context of 4,096 tokens, 300 of them the answer. All at once."""
-    draw = np.random.default_rng(seed)
-    return [
-        WorkItem(0.0, random_ids(draw, context - answer, scale), scaled(answer, scale)) for _ in range(requests)
-    ]
+    draw, ids = np.random.default_rng(seed), ids or random_ids
+    return [WorkItem(0.0, ids(draw, context - answer, scale), scaled(answer, scale)) for _ in range(requests)]
 
 
 def shared_prefix(
@@ -193,14 +193,16 @@ def shared_prefix(
     ]
 
 
-def trace(path: str | Path, requests: int | None = None, scale: float = 1.0, seed: int = 0) -> list[WorkItem]:
+def trace(
+    path: str | Path, requests: int | None = None, scale: float = 1.0, seed: int = 0, ids=None
+) -> list[WorkItem]:
     """A CSV file with a header, whose columns are arrival (a date, or seconds), context tokens and generated tokens."""
-    draw = np.random.default_rng(seed)
+    draw, ids = np.random.default_rng(seed), ids or random_ids
     with open(path, newline="") as file:
         rows = [(_seconds(row[0]), int(row[1]), int(row[2])) for row in list(csv.reader(file))[1:]][:requests]
     start, cap = rows[0][0], scaled(max(answer for _, _, answer in rows), scale)
     return [
-        WorkItem(arrival - start, random_ids(draw, prompt, scale), cap, scaled(answer, scale))
+        WorkItem(arrival - start, ids(draw, prompt, scale), cap, scaled(answer, scale))
         for arrival, prompt, answer in rows
     ]
 
@@ -216,6 +218,12 @@ def _seconds(moment: str) -> float:
 def random_ids(draw: np.random.Generator, tokens: float, scale: float) -> list[int]:
     """A prompt that shares no prefix with another."""
     return draw.integers(0, VOCAB, scaled(tokens, scale)).tolist()
+
+
+def numbered_ids(draw: np.random.Generator, tokens: float, scale: float) -> range:
+    """The same for virtual time, where any whole number is a token: consecutive ones from a random first."""
+    first = int(draw.integers(0, 1 << 31))
+    return range(first, first + scaled(tokens, scale))
 
 
 def scaled(tokens: float, scale: float) -> int:

@@ -1,0 +1,33 @@
+"""The command line: `minillm` and `python -m minillm`. Each command is a parser and a function."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from minillm.cli.grading import add_grade
+from minillm.cli.measuring import add_bench, add_claims, add_measure, add_overhead
+from minillm.cli.running import add_fetch, add_generate, add_ladder
+from minillm.cli.serving import add_capacity, add_simulate
+
+COMMANDS = (
+    add_generate, add_ladder, add_measure, add_claims, add_bench, add_capacity, add_simulate, add_overhead, add_grade,
+    add_fetch,
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit status. Errors a user can mend are one line on stderr, status 2."""
+    parser = argparse.ArgumentParser(prog="minillm", description="LLM inference, built a rung at a time.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in COMMANDS:
+        add(commands)
+    arguments = parser.parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"minillm {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,60 @@
+"""What the commands share: their common options, the bar that shows progress, and where results go."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tqdm import tqdm
+
+from minillm.model.source import DEFAULT
+
+
+def add_model(parser) -> None:
+    parser.add_argument("--model", default=DEFAULT, help=f"a name for load_model (default: {DEFAULT})")
+
+
+def add_outputs(parser) -> None:
+    parser.add_argument("--save", action="store_true", help="keep the measurement under notebooks/measurements")
+    parser.add_argument("--json", metavar="FILE", help="write the result there too; - prints it as the last line")
+
+
+def write(arguments, measurement, result: dict) -> None:
+    if arguments.save:
+        print(f"saved {measurement.save()}")
+    if arguments.json:
+        write_json(arguments.json, result)
+
+
+def write_json(where: str, result: dict) -> None:
+    """One line on stdout for "-", else a file."""
+    if where == "-":
+        print(json.dumps(result))
+    else:
+        Path(where).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def bar(label: str, total: int):
+    """A progress bar on stderr, if that is a terminal."""
+    return tqdm(total=total, desc=label, leave=False, disable=None)
+
+
+def print_summary(found: dict) -> None:
+    """What `metrics.summary` found, in the lines that a server is judged by."""
+    from minillm.show.tables import cell, text_table
+
+    batch, kv, counts = found["batch"], found["kv"], found["requests"]
+    names = {"queue_s": "queue", "ttft_s": "TTFT", "itl_per_step_s": "ITL per step", "itl_per_token_s": "ITL per token",
+             "latency_s": "latency"}
+    rows = [{"seconds": title, **(found[name] or {})} for name, title in names.items()]
+    print(text_table(rows, {name: name for name in ("seconds", "n", "p50", "p90", "p99", "max")}))
+    print(f"{cell(found['output_tokens_per_s'])} output tokens/s over {cell(found['span_s'])} s; "
+          f"{counts['finished']:,} requests finished, {counts['aborted']:,} aborted")
+    print(f"batch: {cell(batch['mean_rows'])} rows on average, at most {cell(batch['peak_rows'])}; queue at most "
+          f"{cell(found['queue_depth']['peak'])}; cache full to {cell(kv.get('peak_share'))} of it at the peak; "
+          f"{cell(found['preemptions'])} preemptions")
+    if found["speculation"]["drafted_tokens"]:
+        print(f"drafts: {cell(found['speculation']['acceptance_rate'])} accepted, "
+              f"{cell(found['speculation']['tokens_per_round'])} tokens a round")
+    if found["cost_per_million_output_tokens"] is not None:
+        print(f"cost per million output tokens: {cell(found['cost_per_million_output_tokens'])}")

@@ -1,0 +1,179 @@
+"""`measure`, `claims`, `bench` and `overhead`: what was found, and by which measurement."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from minillm.cli.common import add_model, add_outputs, bar, write, write_json
+
+OVERHEAD_COLUMNS = {
+    "batch_rows": "rows", "queued": "queued", "step_ms": "step ms", "min_ms": "min", "max_ms": "max",
+}
+BENCH_COLUMNS = {
+    "engine": "engine", "tokens_per_s": "tokens/s", "min": "min", "max": "max", "times_minillm": "minillm is x",
+}
+
+
+# -- measure --------------------------------------------------------------------------------------
+
+
+def add_measure(commands) -> None:
+    parser = commands.add_parser("measure", help="run experiments; each result is written as soon as it is there")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="experiments; all of them if none is named")
+    parser.add_argument("--all", action="store_true", help="all of them")
+    parser.add_argument("--list", action="store_true", help="name them, with what each shows, and stop")
+    parser.add_argument("--quick", action="store_true", help="small sizes: all of them in minutes")
+    add_model(parser)
+    parser.add_argument("--device", default="auto", help="as in load_model: auto, cpu, cuda (default: auto)")
+    parser.add_argument("--budget-s", type=float, metavar="S", help="for each: later rows are left out")
+    parser.add_argument("--resume", action="store_true", help="leave out what this commit has recorded already")
+    add_outputs(parser)
+    parser.add_argument("--out", metavar="DIR", help="where to write (default: measurements/ in this folder)")
+    parser.set_defaults(run=_measure)
+
+
+def _measure(arguments) -> int:
+    from minillm.measure.experiments import EXPERIMENTS, find
+    from minillm.measure.measurement import MEASUREMENTS
+    from minillm.show.tables import text_table
+
+    if arguments.list:
+        rows = [{"name": e.name, "claims": " ".join(e.claims), "about": e.about} for e in EXPERIMENTS.values()]
+        print(text_table(rows, {"name": "experiment", "claims": "claims", "about": "what it shows"}))
+        return 0
+    if arguments.save and (arguments.quick or arguments.out):
+        raise ValueError("--save is for full sizes, in their own place: leave out --quick and --out")
+    names = list(EXPERIMENTS) if arguments.all or not arguments.names else [find(n).name for n in arguments.names]
+    root = MEASUREMENTS if arguments.save else Path(arguments.out or "measurements")
+    found, failed = _run_all(arguments, names, root)
+    if arguments.json:
+        done = [dataclasses.asdict(measurement) for measurement in found]
+        result = done[0] if len(names) == len(done) == 1 else {"measurements": done, "failed": failed}
+        write_json(arguments.json, result)
+    return 1 if failed else 0
+
+
+def _run_all(arguments, names: list[str], root: Path) -> tuple[list, dict[str, str]]:
+    """Run them in turn, whatever becomes of each; the measurements, and what went wrong by name."""
+    from minillm.measure.experiments import find, recorded_here, run_experiment
+    from minillm.measure.setting import Setting
+    from minillm.show.recorded import heading
+    from minillm.show.tables import filled, tables, text_table
+
+    setting = Setting(arguments.quick, arguments.model, arguments.device, progress=bar, budget_s=arguments.budget_s)
+    found, failed = [], {}
+    for name in names:
+        if arguments.resume and recorded_here(name, setting, root):
+            print(f"{name}: this commit has it already\n")
+            continue
+        try:
+            outcome = run_experiment(name, setting)
+            path = outcome.measurement.save(root)
+        except Exception as error:  # one that fails must not take the others with it
+            failed[name] = f"{type(error).__name__}: {error}"
+            print(f"{name} failed: {failed[name]}\n", file=sys.stderr)
+            continue
+        found.append(outcome.measurement)
+        print(f"{name}: {heading(outcome.measurement)}")
+        rows, chosen = outcome.measurement.rows, find(name).tables
+        print("\n\n".join(text_table(rows, filled(rows, each)) for each in chosen) if chosen else tables(rows))
+        _draw(outcome.measurement, path)
+        print(f"{outcome.report(arguments.budget_s)}; written to {path}\n", flush=True)
+    return found, failed
+
+
+def _draw(measurement, path: Path) -> None:
+    """A picture beside the file, where there is one of the experiment."""
+    from minillm.show.plots import PICTURES
+
+    if measurement.experiment in PICTURES:
+        picture = path.with_suffix(".png")
+        PICTURES[measurement.experiment](measurement.rows).savefig(picture, dpi=110, bbox_inches="tight")
+        print(f"drawn in {picture}")
+
+
+# -- claims ---------------------------------------------------------------------------------------
+
+
+def add_claims(commands) -> None:
+    parser = commands.add_parser("claims", help="what articles say of serving, and what was measured of it")
+    parser.add_argument("ids", nargs="*", metavar="ID", help="claims, such as A1; all of them if none is named")
+    parser.add_argument("--root", metavar="DIR", help="a folder of measurements (default: those of this checkout)")
+    parser.add_argument("--markdown", action="store_true", help="as the README's table")
+    parser.add_argument("--json", metavar="FILE", help="write the result there too; - prints it as the last line")
+    parser.set_defaults(run=_claims)
+
+
+def _claims(arguments) -> int:
+    from minillm.measure.claims import LEDGER, as_markdown, as_rows, find_all
+    from minillm.measure.measurement import MEASUREMENTS
+    from minillm.show.tables import cell
+
+    known = {claim.id: claim for claim in LEDGER}
+    for name in arguments.ids:
+        if name not in known:
+            raise ValueError(f"unknown claim {name!r}; known: {', '.join(known)}")
+    findings = find_all(arguments.root or MEASUREMENTS, tuple(known[name] for name in arguments.ids or known))
+    if arguments.markdown:
+        print(as_markdown(findings))
+    else:
+        for row in as_rows(findings):
+            print(f"{row['id']:>3}  {row['verdict'].upper()} on {cell(row['device'] or None)}\n     {row['claim']}")
+            print(f"     {row['measured']}\n")
+    if arguments.json:
+        write_json(arguments.json, {"claims": as_rows(findings)})
+    return 0
+
+
+# -- bench ----------------------------------------------------------------------------------------
+
+
+def add_bench(commands) -> None:
+    parser = commands.add_parser("bench", help="run a workload, if you like beside transformers")
+    parser.add_argument("workload", nargs="?", default="peers", help="see minillm.measure.workload (default: peers)")
+    add_model(parser)
+    parser.add_argument("--against", choices=["transformers"], help="run it too, in turns, in this process")
+    parser.add_argument("--requests", type=int, help="how many (default: the workload's own number)")
+    parser.add_argument("--scale", type=float, default=1.0, help="shrink all lengths by this factor")
+    parser.add_argument("--repeats", type=int, default=3, help="of each engine; the median is shown (default: 3)")
+    add_outputs(parser)
+    parser.set_defaults(run=_bench)
+
+
+def _bench(arguments) -> int:
+    from minillm.measure.bench import bench
+    from minillm.show.tables import text_table
+
+    result = bench(
+        arguments.workload, arguments.model, arguments.against, arguments.requests, arguments.scale, arguments.repeats,
+        bar,
+    )
+    print(f"{arguments.workload} on {arguments.model}, {result.provenance.dtype}, {result.provenance.device}")
+    print(text_table(result.rows, BENCH_COLUMNS))
+    write(arguments, result, {"device": result.provenance.device, "model": arguments.model, "rows": result.rows})
+    return 0
+
+
+# -- overhead -------------------------------------------------------------------------------------
+
+
+def add_overhead(commands) -> None:
+    parser = commands.add_parser("overhead", help="the engine's own time and memory, without a model")
+    add_outputs(parser)
+    parser.set_defaults(run=_overhead)
+
+
+def _overhead(arguments) -> int:
+    from minillm.measure.overhead import overhead
+    from minillm.show.tables import text_table
+
+    result = overhead()
+    print(result.provenance.device)
+    print(text_table([row for row in result.rows if "step_ms" in row], OVERHEAD_COLUMNS))
+    for row in result.rows:
+        if "served" in row:
+            print(f"after {row['served']:,} requests, Python's own memory peaked at {row['memory_kb']:,.0f} KB")
+    write(arguments, result, {"device": result.provenance.device, "rows": result.rows})
+    return 0

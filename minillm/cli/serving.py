@@ -1,0 +1,128 @@
+"""`capacity` and `simulate`: what would fit, and how it would serve, without the device at hand."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from minillm.cli.common import print_summary, write_json
+
+CAPACITY_COLUMNS = {
+    "case": "case", "kv_bytes_per_token": "bytes/token", "request_gb": "GB/request", "max_concurrent": "fit at once",
+    "times": "x as asked",
+}
+
+
+# -- capacity -------------------------------------------------------------------------------------
+
+
+def add_capacity(commands) -> None:
+    parser = commands.add_parser("capacity", help="how many requests fit into a device's memory at once")
+    parser.add_argument("--model", default="llama-3-8b", help="a preset (default: llama-3-8b)")
+    parser.add_argument("--memory-gb", type=float, default=80.0, help="of the device, 10^9 bytes each (default: 80)")
+    parser.add_argument("--weights-gb", type=float, help="default: the model's own, at 16 bits")
+    parser.add_argument("--overhead-gb", type=float, default=4.0, help="activations and the runtime (default: 4)")
+    parser.add_argument("--context", type=int, default=4096, help="tokens of one request (default: 4096)")
+    parser.add_argument("--kv-format", default="bf16", help="how keys and values are stored (default: bf16)")
+    parser.add_argument("--presets", action="store_true", help="list what a token takes in every preset, and stop")
+    parser.add_argument("--json", metavar="FILE", help="write the result there too; - prints it as the last line")
+    parser.set_defaults(run=_capacity)
+
+
+def _capacity(arguments) -> int:
+    from minillm.measure.capacity import capacity, preset_rows, server_flags, what_changes_it
+    from minillm.show.tables import all_columns, text_table
+
+    if arguments.presets:
+        rows = preset_rows()
+        print(text_table(rows, all_columns(rows)))
+        if arguments.json:
+            write_json(arguments.json, {"presets": rows})
+        return 0
+    named = ("memory_gb", "weights_gb", "overhead_gb", "context", "kv_format")
+    sums = {name: getattr(arguments, name) for name in named}
+    found = capacity(arguments.model, **sums)
+    rows, flags = what_changes_it(arguments.model, **sums), server_flags(found)
+    print(
+        f"{arguments.model}: {found.memory_gb:g} GB - {found.weights_gb:.4g} GB of weights - {found.overhead_gb:g} GB "
+        f"of overhead = {found.cache_gb:.4g} GB for keys and values\n"
+        f"{found.kv_bytes_per_token:,} bytes a token in {found.kv_format} x {found.context_tokens:,} tokens "
+        f"= {found.request_gb:.3f} GB a request\n"
+        f"{found.cache_gb:.4g} / {found.request_gb:.3f} = {found.cache_gb / found.request_gb:.2f}: "
+        f"{found.max_concurrent:,} requests at once"
+    )
+    if found.rule_of_thumb != found.max_concurrent:
+        print(f"(The rule of thumb, bits alone, says {found.rule_of_thumb:,}: it forgets the scales.)")
+    print(f"\n{text_table(rows, CAPACITY_COLUMNS)}\n\nThe same to other engines:")
+    for engine, line in flags.items():
+        print(f"  {engine:8}{line}")
+    if arguments.json:
+        write_json(arguments.json, {"model": arguments.model, **asdict(found), "changes": rows, "flags": flags})
+    return 0
+
+
+# -- simulate -------------------------------------------------------------------------------------
+
+
+def add_simulate(commands) -> None:
+    parser = commands.add_parser("simulate", help="serve a workload in virtual time, on a device that need not be here")
+    parser.add_argument("workload", help="worked-example, beside the articles' figures; chat, code, yardstick, ...")
+    parser.add_argument("--trace", metavar="FILE", help="with the workload `trace`: a CSV of arrival and lengths")
+    parser.add_argument("--device", default="a100-80gb", help="one with a data sheet (default: a100-80gb)")
+    parser.add_argument("--model", default="llama-3-8b", help="a preset (default: llama-3-8b)")
+    parser.add_argument("--requests", type=int, help="how many (default: the workload's own number)")
+    parser.add_argument("--rate", type=float, help="requests a second, of an open loop (default: the workload's own)")
+    parser.add_argument("--clients", type=int, help="a closed loop of so many, in place of arrivals")
+    parser.add_argument("--replicas", type=int, default=1, help="devices behind a router (default: 1)")
+    parser.add_argument("--prefill-replicas", type=int, default=0, help="so many more, for prompts alone (default: 0)")
+    parser.add_argument("--kv-format", default="bf16", help="how keys and values are stored (default: bf16)")
+    parser.add_argument("--speculation", type=float, metavar="SHARE", help="4 drafts a row, of which SHARE are right")
+    parser.add_argument("--max-batch", type=int, default=256, help="rows a step (default: 256)")
+    parser.add_argument("--scale", type=float, default=1.0, help="shrink all lengths by this factor")
+    parser.add_argument("--price", type=float, default=2.9, help="of a device, an hour (default: 2.9)")
+    parser.add_argument("--compute-prompts", action="store_true", help="worked-example: histories are not in the cache")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE", help="write the result there too; - prints it as the last line")
+    parser.set_defaults(run=_simulate)
+
+
+def _simulate(arguments) -> int:
+    return _worked_example(arguments) if arguments.workload == "worked-example" else _workload(arguments)
+
+
+def _worked_example(arguments) -> int:
+    from minillm.measure.simulation import beside_the_articles, worked_example_rows
+    from minillm.show.tables import text_table
+
+    rows = worked_example_rows(
+        arguments.device, arguments.model, arguments.clients, arguments.requests, scale=arguments.scale,
+        prompts_received=not arguments.compute_prompts, price_per_hour=arguments.price,
+    )
+    table = beside_the_articles(rows)
+    print(
+        f"{arguments.model} on {arguments.device}, in virtual time: 4k contexts, answers of 300 tokens, histories "
+        f"{'computed' if arguments.compute_prompts else 'in the cache'}.\nA closed loop of as many clients as memory "
+        "holds; behind a static batch of 8 the others wait.\nThe articles' figures are their own: an 8B model on one "
+        "A100 80 GB.\n"
+    )
+    print(text_table(table, {name: name.replace(": ", ", ") for name in table[0]}))
+    if arguments.json:
+        write_json(arguments.json, {"device": arguments.device, "model": arguments.model, "rows": rows, "table": table})
+    return 0
+
+
+def _workload(arguments) -> int:
+    from minillm.measure.simulation import Service, simulate
+
+    service = Service(
+        arguments.device, arguments.model, arguments.kv_format, arguments.replicas, arguments.prefill_replicas,
+        acceptance=arguments.speculation, max_batch=arguments.max_batch, price_per_hour=arguments.price,
+    )
+    asked = {"requests": arguments.requests, "rate": arguments.rate, "path": arguments.trace}
+    settings = {name: value for name, value in asked.items() if value is not None}
+    settings |= {"scale": arguments.scale, "seed": arguments.seed}
+    found = simulate(arguments.workload, service, arguments.clients, **settings)
+    print(f"{arguments.workload} on {found['devices']} x {arguments.device}, {arguments.model}, in virtual time")
+    print_summary(found)
+    if arguments.json:
+        write_json(arguments.json, {"workload": arguments.workload, **asdict(service), **found})
+    return 0
