@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
+import torch
 from tiny import tiny_model
 
 from minillm.cli import main
-from minillm.measure import experiments
+from minillm.measure import experiments, limits
 from minillm.measure.experiments import EXPERIMENTS, Experiment, run_experiment
+from minillm.measure.knee import knee_of
 from minillm.measure.measurement import Measurement, MeasurementError, measurement_path
+from minillm.measure.prediction import ALLOWED, error_rows
 from minillm.measure.roofline import Ceilings
 from minillm.measure.setting import Setting
+from minillm.show.plots import knee_curve
 
 VOCABULARY = 49_152  # of the default model's tokenizer
 
@@ -129,3 +134,54 @@ def test_measurements_lie_in_the_checkout_wherever_one_works(tmp_path):
 
     assert MEASUREMENTS == CHECKOUT / "notebooks" / "measurements" and MEASUREMENTS.is_absolute()
     assert measurement_path("cpu", "first").is_relative_to(CHECKOUT)
+
+
+# -- their parts, against figures known beforehand --------------------------------------------------
+
+
+def test_the_knee_lies_where_the_rows_own_work_takes_as_long_as_what_they_share():
+    """Steps of 50 + 2 n ms for n rows: power n / (50 + 2 n)^2 is highest at n = 25."""
+    rows = [{"clients": n, "tokens_per_s": 1e3 * n / (50 + 2 * n), "itl_p50_ms": 50.0 + 2 * n} for n in range(1, 101)]
+    assert knee_of(rows)["clients"] == 25
+    figure = knee_curve(rows)
+    assert "The knee lies at 25 clients: 100 make" in figure.get_suptitle().replace("\n", " ")
+
+
+def test_measuring_the_knee_draws_it_beside_the_file(tmp_path, capsys, smollm2_dir):
+    assert main(["measure", "knee", "--quick"]) == 0
+    (picture,) = tmp_path.glob("measurements/*/knee.png")
+    assert picture.stat().st_size > 10_000 and "<- knee" in capsys.readouterr().out
+
+
+def test_a_prediction_s_error_is_relative_and_has_a_sign():
+    rows = error_rows("load", dict.fromkeys(ALLOWED, 100.0), {"tokens_per_s": 104, "ttft_p50_s": 89, "itl_p50_s": 109})
+    assert [round(row["error_percent"], 6) for row in rows] == [4, -11, 9]
+    assert [row["within"] for row in rows] == [True, False, True]
+
+
+def test_fewer_layers_read_fewer_bytes_and_share_the_weights():
+    model = tiny_model()
+    half = limits.first_layers(model, 1)
+    per_layer = sum(linear.weight_bytes for linear in model.layers[0].linears)
+    assert model.weight_bytes - half.weight_bytes == per_layer and half.layers[0] is model.layers[0]
+    assert model.config.num_hidden_layers == 2 == len(model.layers), "the model itself keeps them all"
+
+
+def test_the_processor_gauge_counts_work_and_not_waiting():
+    with limits.ProcessorGauge() as idle:
+        time.sleep(0.2)
+    with limits.ProcessorGauge() as busy:
+        sum(i * i for i in range(300_000))
+    assert idle.percent < busy.percent
+
+
+def without_nvml():
+    raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+
+
+@pytest.mark.parametrize(("read", "percent"), [(without_nvml, None), (lambda: 97, 97)])
+def test_the_gpu_gauge_reads_what_nvml_says_and_nothing_without_it(monkeypatch, read, percent):
+    monkeypatch.setattr(torch.cuda, "utilization", read)
+    with limits.GpuGauge() as reading:
+        time.sleep(0.25)
+    assert reading.percent == percent and not reading.thread.is_alive()

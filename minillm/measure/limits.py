@@ -66,7 +66,7 @@ def cost_by_length(setting: Setting) -> Measurement:
 def prefill(setting: Setting) -> Measurement:
     """Prompts by length and number, each lot in one step; and decode steps of as many rows, to compare."""
     model, together = setting.timed_model, 8
-    lengths = setting.size((32, 128, 512), (32, 64, 128, 256, 512, 1024, 2048), (32, 128, 512, 2048, 8000))
+    lengths = setting.size((32, 128, 512), (32, 128, 512, 1024), (32, 128, 512, 2048, 8000))
     each = setting.size(64, 128, 512)
     chapters.warm_up(model)
     rows, spreads = [], []
