@@ -35,7 +35,7 @@ MUTANTS = [
     Mutant("returned_after", "forgets the batches before", "passed += max(group)", "passed = max(group)",
            caught_by="a batch waits for the batches before it"),
     Mutant("returned_after", "fills the last batch up", "* len(group)", "* min(batch, len(lengths))",
-           caught_by="a batch waits for the batches before it"),
+           caught_by="every request has an answer"),
     Mutant("returned_after", "adds all lengths", "max(group)", "sum(group)",
            caught_by="a short answer waits for the longest of its batch"),
 ]

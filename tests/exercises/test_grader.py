@@ -277,7 +277,7 @@ def test_of_two_notebooks_the_one_with_the_exercises_name_counts(a_class):
 
 @pytest.mark.slow
 def test_a_class_of_thirty_takes_less_than_ten_minutes(tmp_path):
-    """Ten learners with solutions, ten with stubs, ten whose every notebook has an endless loop and a failing cell."""
+    """Ten learners with solutions, ten with stubs, ten with an endless loop in one notebook and a bad cell in each."""
     for number in range(30):
         folder = tmp_path / "class" / f"learner-{number:02}"
         shutil.copytree(FOLDER / ("." if number % 3 == 1 else "solutions"), folder,
@@ -285,7 +285,7 @@ def test_a_class_of_thirty_takes_less_than_ten_minutes(tmp_path):
         if number % 3 == 2:
             for path in folder.glob("*.ipynb"):
                 notebook = json.loads(path.read_text(encoding="utf-8"))
-                for source in ("while True: pass", "1 / 0"):
+                for source in ["1 / 0", "while True: pass"][: 2 if path.stem == NAME else 1]:
                     notebook["cells"].insert(1, {"cell_type": "code", "source": source, "metadata": {}})
                 path.write_text(json.dumps(notebook), encoding="utf-8")
     learners, start = classroom.find_learners(tmp_path / "class"), time.perf_counter()

@@ -14,6 +14,7 @@ from minillm.model.weights import tensor_shapes
 
 # Shapes that keep the likely mistakes apart: head_dim is not hidden / heads, and KV heads are not query heads.
 WIDE = ModelConfig(97, 64, 100, 2, 8, 2, 12)
+PLAIN = ModelConfig(97, 64, 100, 2, 8, 2, 8)  # here head_dim is hidden / heads
 DEEP = ModelConfig(211, 48, 130, 5, 4, 1, 12)
 QWEN = ModelConfig.preset("qwen3-0.6b")
 
@@ -99,7 +100,7 @@ kv = Task(
     look="'The cache'",
 )
 def counts_the_cache(kv_bytes_per_token):
-    for config, name in ((WIDE, "8 query and 2 KV heads of 12, 2 layers"), (DEEP, "4 and 1 heads of 12, 5 layers")):
+    for config, name in ((PLAIN, "8 query and 2 KV heads of 8, 2 layers"), (DEEP, "4 and 1 heads of 12, 5 layers")):
         expect(kv_bytes_per_token(config, 4) == packages_kv_bytes(config, "fp32"), f"{name}, 4 bytes a number")
 
 
@@ -109,7 +110,8 @@ def counts_the_cache(kv_bytes_per_token):
     look="'The weights': head_dim",
 )
 def head_dim_as_given(kv_bytes_per_token):
-    expect(kv_bytes_per_token(QWEN, 2) == packages_kv_bytes(QWEN, "bf16"), "Qwen3-0.6B, 2 bytes a number")
+    for config, name in ((QWEN, "Qwen3-0.6B"), (WIDE, "hidden_size 64, 8 heads of 12")):
+        expect(kv_bytes_per_token(config, 4) == packages_kv_bytes(config, "fp32"), f"{name}, 4 bytes a number")
 
 
 @kv.check(
@@ -156,7 +158,7 @@ def weights_once(decode_bytes):
     for batch in (2, 9):
         contexts = [30] * batch
         grown = decode_bytes(5_000_000, 768, contexts) - decode_bytes(1_000_000, 768, contexts)
-        expect(grown == 4_000_000, f"{batch} requests, with 5 and with 1 MB of weights: the difference")
+        expect(grown == 4_000_000, f"a batch of {batch}, with 5 and with 1 MB of weights: the difference")
 
 
 @moved.check(
@@ -199,7 +201,7 @@ def counted(config: ModelConfig, contexts: list[int]) -> int:
 def matrices_share(decode_flops):
     for batch in (1, 3):
         grown = decode_flops(5_000, WIDE, [4] * batch) - decode_flops(4_000, WIDE, [4] * batch)
-        expect(grown == 1_000 * 2 * batch, f"{batch} requests: what 1,000 more weights add")
+        expect(grown == 1_000 * 2 * batch, f"a batch of {batch}: what 1,000 more weights add")
 
 
 @flops.check(

@@ -104,9 +104,9 @@ def decodes(Scheduler):
         request = Request("a", 3, answer)
         scheduler = filled(Scheduler, 4, 8, request)
         fed = [step(scheduler) for _ in range(answer)]
-        expect(fed == [{"a": 3}] + [{"a": 1}] * (answer - 1), f"prompt 3, {answer} tokens wanted: fed in each step")
-        expect(request.finished and len(request.output) == answer, f"prompt 3, {answer} tokens wanted: its tokens")
-        expect(not scheduler.running and not list(scheduler.plan()), f"prompt 3, {answer} tokens wanted: afterwards")
+        expect(fed == [{"a": 3}] + [{"a": 1}] * (answer - 1), f"prompt 3, max_tokens {answer}: fed in each step")
+        expect(request.finished and len(request.output) == answer, f"prompt 3, max_tokens {answer}: its tokens")
+        expect(not scheduler.running and not list(scheduler.plan()), f"prompt 3, max_tokens {answer}: afterwards")
 
 
 @scheduler_task.check(

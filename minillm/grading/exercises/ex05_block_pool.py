@@ -69,7 +69,7 @@ def hands_out_the_last(BlockPool):
 @pool.check(
     "a refused take returns None and changes nothing",
     mistake="Blocks were taken one by one before it was known that there are too few, and they are lost now.",
-    look="'The pool': all or nothing",
+    look="'All or nothing'",
 )
 def refused_take(BlockPool):
     pool = BlockPool(3, 4)
@@ -82,20 +82,20 @@ def refused_take(BlockPool):
 @pool.check(
     "released blocks can be taken again",
     mistake="What is released does not come back, so the pool runs dry after a while.",
-    look="'The pool': giving back",
+    look="'Giving back'",
 )
 def released_blocks_return(BlockPool):
     pool = BlockPool(4, 4)
     for turn in range(5):
         blocks = pool.take(4)
-        expect(blocks is not None and len(set(blocks)) == 4, f"4 blocks, all taken and released {turn} times: take(4)")
+        expect(blocks is not None and len(set(blocks)) == 4, f"4 blocks: take(4) and release, turn {turn + 1}")
         pool.release(list(blocks))
 
 
 @pool.check(
     "a block that is free already is refused",
     mistake="A second release of the same block is accepted, so that two requests will be given it.",
-    look="'The pool': giving back",
+    look="'Giving back'",
 )
 def double_release(BlockPool):
     pool = BlockPool(4, 4)
@@ -136,7 +136,7 @@ def first_blocks(BlockTable):
 @table.check(
     "keeps the blocks that it has when it grows",
     mistake="grow takes all blocks anew; the stored keys and values of the earlier tokens are lost with the old ones.",
-    look="'The table': growing",
+    look="'Growing'",
 )
 def keeps_its_blocks(BlockTable):
     pool = paged.BlockPool(8, 4)
@@ -150,7 +150,7 @@ def keeps_its_blocks(BlockTable):
 @table.check(
     "takes a block when the first token behind a full one comes, and neither before nor after",
     mistake="The new block comes one token early or late: at a full block, one more token needs one more block.",
-    look="'The table': growing",
+    look="'Growing'",
 )
 def edge_of_a_block(BlockTable):
     for size in (1, 3, 4):
@@ -159,7 +159,7 @@ def edge_of_a_block(BlockTable):
         for tokens in range(1, 3 * size + 2):
             grown = table.grow(tokens)
             held = len({token // size for token in range(tokens)})
-            expect(grown is True and len(table.blocks) == held, f"blocks of {size}: grow(1), grow(2), … grow({tokens})")
+            expect(grown is True and len(table.blocks) == held, f"blocks of {size}, growing token by token to {tokens}")
 
 
 @table.check(
@@ -181,7 +181,7 @@ def finds_slots(BlockTable):
 @table.check(
     "a refused grow returns False and leaves table and pool as they were",
     mistake="When the pool is dry, take gives None: grow must return False, and the table must stay as it is.",
-    look="'The table': growing",
+    look="'Growing'",
 )
 def refused_grow(BlockTable):
     pool = paged.BlockPool(3, 4)
@@ -196,7 +196,7 @@ def refused_grow(BlockTable):
 @table.check(
     "gives everything back at the end, once",
     mistake="free must release every block, the last one too, and forget them: a second free has nothing to give.",
-    look="'The table': the end",
+    look="'The end'",
 )
 def gives_back(BlockTable):
     pool = paged.BlockPool(5, 4)
