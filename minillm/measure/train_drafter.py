@@ -141,8 +141,11 @@ class Texts:
         self.num_tokens = sum(len(tokens) for tokens, _, _ in texts)
 
     def frequent_ids(self, number: int) -> Tensor:
-        """The ids that the training texts hold most often [number], in ascending order."""
-        counts = torch.cat([tokens for tokens, _, _ in self.training]).bincount()
+        """The ids that the training texts hold most often [number], in ascending order.
+
+        Those that they do not hold come lowest id first: a tokenizer numbers its tokens by how common they are.
+        """
+        counts = torch.cat([tokens for tokens, _, _ in self.training]).bincount(minlength=2 * number)
         return counts.argsort(descending=True, stable=True)[:number].sort().values
 
     def batches(self, seed: int, size: int = 8) -> Iterator[Batch]:
@@ -199,13 +202,26 @@ def loss_of(drafter: Drafter, batch: Batch, draw: random.Random) -> tuple[Tensor
 
 
 def first_tensors(model, texts: Texts, ids: int) -> dict[str, Tensor]:
-    """What training begins with: the target's own last layer, fed with the states as that layer likes them."""
+    """What training begins with: the best linear guess at the next state, and the target's last layer, silent.
+
+    The guess is a ridge regression from (state before, embedding) to the state, over all training
+    texts. The layer adds nothing yet, since its two output projections are zero.
+    """
     last = f"model.layers.{model.config.num_hidden_layers - 1}."
     of_target = SafetensorsDirectory(locate(DEFAULT))
     tensors = {name.replace(last, "model.layers.0."): of_target[name].float() for name in of_target if last in name}
-    undone = torch.diag(1 / model.norm.clamp_min(0.05))  # the final norm's weights, taken off again
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        tensors[f"model.layers.0.{name}.weight"].zero_()
+    size = 2 * model.config.hidden_size
+    squares, products = torch.zeros(size, size), torch.zeros(size, size // 2)
+    for tokens, states, _ in texts.training:
+        embedded = F.rms_norm(model.embedding[tokens], (size // 2,), eps=model.config.rms_norm_eps)
+        x = torch.cat((F.pad(states.float(), (0, 0, 1, 0))[:-1], embedded), dim=1)  # [T, 2 H]
+        squares += x.T @ x
+        products += x.T @ (states.float() / model.norm)  # without the final norm's weights, which `Drafter` applies
+    ridge = 1e-3 * squares.diagonal().mean() * torch.eye(size)
     return tensors | {
-        "fuse.weight": torch.cat((undone, torch.eye(len(undone)) / 2), dim=1) * 10, "ids": texts.frequent_ids(ids)
+        "fuse.weight": torch.linalg.solve(squares + ridge, products).T.contiguous(), "ids": texts.frequent_ids(ids)
     }
 
 
@@ -233,7 +249,7 @@ def train(
             weight.data.copy_(saved["weights"][name])
     draw = random.Random(seed + done)
     for step, batch in zip(range(done, steps), itertools.islice(texts.batches(seed), done, None), strict=False):
-        rate = most * min(1, (step + 1) / 50) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
+        rate = most * min(1, 20 * (step + 1) / steps) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.zero_grad()
@@ -284,9 +300,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=f"Make the drafter of {DEFAULT}.")
     parser.add_argument("stage", choices=("generate", "train", "all"), nargs="?", default="all")
     parser.add_argument("--folder", type=Path, default=Path("drafter-training"), help="where shards and checkpoints go")
-    parser.add_argument("--shards", type=int, default=20, help="of 64 answers each")
-    parser.add_argument("--steps", type=int, default=1000, help="batches of 8 answers")
-    parser.add_argument("--ids", type=int, default=6144, help="how many ids the drafter may propose")
+    parser.add_argument("--shards", type=int, default=3, help="of 64 answers each")
+    parser.add_argument("--steps", type=int, default=240, help="batches of 8 answers")
+    parser.add_argument("--ids", type=int, default=12288, help="how many ids the drafter may propose")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 is faster on CPUs with AMX")
