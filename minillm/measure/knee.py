@@ -15,7 +15,7 @@ from minillm.measure.workload import lognormal, play
 def knee(setting: Setting) -> Measurement:
     """A closed loop of more and more clients, and the knee by `knee_of`."""
     model = setting.timed_model
-    clients = setting.size((1, 4, 16, 32, 64), (1, 2, 4, 8, 16, 24, 32, 48, 64, 96),
+    clients = setting.size((1, 4, 16, 32, 64), (1, 2, 4, 8, 16, 24, 32, 48, 64),
                            (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512))
     mean_tokens, prompt = setting.size((8, 8), (16, 16), (128, 64))
     chapters.warm_up(model)
