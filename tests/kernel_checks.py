@@ -10,12 +10,16 @@ import pytest
 import torch
 from serving import numbers
 from test_cached_attention import attend_by_hand, slots_of
-from tiny import tiny_config, tiny_model
+from tiny import random_tensors, tiny_config, tiny_model
 
 from minillm import Engine, SamplingParams
 from minillm.ladder import attention, kernels
+from minillm.ladder import graphs as graphs_module
 from minillm.ladder.attention import SHORT_ROW, RowSpan, StepAttention
+from minillm.ladder.graphs import CudaRecorder, StepGraphs
 from minillm.ladder.quantized import KVStorage
+from minillm.ladder.speculative import NgramProposer, Speculator
+from minillm.model.llama import Llama
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -43,6 +47,12 @@ def stores(storage: KVStorage) -> list[torch.Tensor]:
     """Every tensor that a storage keeps."""
     names = ("numbers", "codes", "scales", "minima")
     return [getattr(s, n) for s in (storage.keys, storage.values) for n in names if hasattr(s, n)]
+
+
+def model_here(**changes) -> Llama:
+    """The tiny model, on the device."""
+    config = tiny_config("t4-1", **changes)
+    return Llama(config, random_tensors(config), DEVICE)
 
 
 class Case:
@@ -148,7 +158,7 @@ def test_every_code_of_fp8_is_decoded_and_encoded_as_torch_does():
     ids=["an idle row of a static batch", "chunks beside decodes, in int8"],
 )
 def test_the_engine_gives_the_plain_paths_tokens(settings, monkeypatch):
-    model = tiny_model("t4-1", num_hidden_layers=1)
+    model = model_here(num_hidden_layers=1)
     prompts, params = [[5, 6], [50, 9, 10, 11, 12]], [SamplingParams(max_tokens=n) for n in (1, 3)]
     answers = []
     for chosen in (None, kernels):
@@ -156,3 +166,74 @@ def test_the_engine_gives_the_plain_paths_tokens(settings, monkeypatch):
         engine = Engine(model, block_size=4, max_context=16, **settings)
         answers.append([answer.token_ids for answer in engine.generate(prompts, params)])
     assert answers[0] == answers[1]
+
+
+# -- CUDA graphs --------------------------------------------------------------------------------
+
+
+class Replays:
+    """Stands for CUDA's graphs where there is none: runs the recorded callable again, into the same result."""
+
+    def __init__(self):
+        self.replays = 0
+
+    def __call__(self, run):
+        result = run().clone()
+
+        def replay():
+            self.replays += 1
+            result.copy_(run())
+
+        return replay, result
+
+
+def graphs_for(model, storage, most_tokens=4):
+    """On a GPU real ones."""
+    return StepGraphs(model, storage, 4, storage_slots(storage) - 1, most_tokens, 8, None if GPU else Replays())
+
+
+def storage_slots(storage):
+    return stores(storage)[0].shape[1]
+
+
+@pytest.mark.parametrize("rows", [[(9, 1), (3, 1), (4, 1)], [(5, 2), (0, 1)], [(2, 1)]], ids=str)
+def test_a_padded_replay_gives_the_logits_of_the_forward_it_stands_for(rows, monkeypatch):
+    """Decodes, a row that verifies a draft, and a step that needs no padding; twice over the same buffers."""
+    monkeypatch.setattr(graphs_module, "kernels_for", lambda device: kernels)
+    model = model_here()
+    make = torch.Generator().manual_seed(3)
+    plain, store = (KVStorage(model.config, "fp32", 13 * 4 + 1, at) for at in ("cpu", DEVICE))
+    for tensor in stores(plain):
+        tensor.copy_(torch.randn(tensor.shape, generator=make))
+    for ours, theirs in zip(stores(store), stores(plain), strict=True):
+        ours.copy_(theirs)
+    graphs = graphs_for(model, store)
+    for turn in range(2):
+        blocks = torch.randperm(13, generator=make).tolist()
+        spans = [RowSpan(start + turn, count, [blocks.pop() for _ in range(4)]) for start, count in rows]
+        tokens = torch.randint(97, (sum(count for _, count in rows),), generator=make)
+        step = StepAttention(plain, spans, 4, 52, model.config.query_group, torch.float32)
+        with torch.inference_mode():
+            want = tiny_model("t4-1").forward(tokens, step.positions, step)
+            step = StepAttention(store, spans, 4, 52, model.config.query_group, torch.float32)
+            assert graphs.fits(step)
+            got = model.logits(graphs.hidden_states(tokens, step))
+        torch.testing.assert_close(got.cpu(), want, rtol=0, atol=1e-4)
+        for ours, theirs in zip(stores(store), stores(plain), strict=True):
+            assert torch.allclose(ours[:, :-1].cpu(), theirs[:, :-1], atol=1e-5), "padding was stored in a block"
+    assert len(graphs.graphs) == 1 and (GPU or graphs.record.replays == 2)
+
+
+def test_an_engine_with_graphs_gives_the_plain_paths_tokens(monkeypatch):
+    """Speculation with right and wrong drafts: rows of several lengths replay the graphs of decodes."""
+    monkeypatch.setattr(graphs_module, "CudaRecorder", CudaRecorder if GPU else Replays)
+    model = model_here(num_hidden_layers=1)
+    prompts, params = [[5, 6, 5, 6, 5], [50]], SamplingParams(max_tokens=3)
+    answers, settings = [], {"block_size": 4, "max_context": 16, "max_batch": 2}
+    for chosen in (None, kernels):
+        monkeypatch.setattr(attention, "kernels_for", lambda device, chosen=chosen: chosen)
+        monkeypatch.setattr(graphs_module, "kernels_for", lambda device, chosen=chosen: chosen)
+        engine = Engine(model, speculator=Speculator(NgramProposer(), 2), **settings)
+        answers.append([answer.token_ids for answer in engine.generate(prompts, params)])
+    assert answers[0] == answers[1]
+    assert engine.executor.graphs.graphs

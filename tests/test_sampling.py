@@ -14,7 +14,18 @@ from tiny import tiny_model
 
 from minillm.ladder import sampling
 from minillm.ladder.request import GREEDY_BELOW, SamplingParams
-from minillm.ladder.sampling import draw, greedy, hash_numbers, probabilities, sample, uniform
+from minillm.ladder.sampling import (
+    ACCEPT,
+    DRAFT,
+    SAMPLE,
+    draw,
+    greedy,
+    hash_numbers,
+    probabilities,
+    sample,
+    uniform,
+    uniforms,
+)
 
 BANNED = -math.inf
 
@@ -289,3 +300,11 @@ def test_torchs_own_random_state_is_neither_used_nor_moved(alone):
     found, _ = texts({"seeded": (PROMPT, SEEDED), "other": OTHER})
     assert torch.equal(torch.get_rng_state(), before)
     assert found["seeded"] == alone
+
+
+def test_uniform_numbers_of_many_requests_are_those_of_each():
+    seeds = [0, 1, -1, 2**63, 2**64 - 1, 2**64 + 5, 123456789, *range(50)]
+    indices = [index * 7 for index in range(len(seeds))]
+    for purpose in (SAMPLE, ACCEPT, DRAFT):
+        wanted = [uniform(seed, index, purpose) for seed, index in zip(seeds, indices, strict=True)]
+        assert uniforms(seeds, indices, purpose).tolist() == wanted

@@ -99,9 +99,9 @@ class StepAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k, v [N, Hkv, D], then attend q [N, Hq, D] -> [N, Hq, D]."""
-        q, k = self.storage.prepare(layer, q, k)
         if self.kernels:
             return self.kernels.attend(layer, q, k, v)
+        q, k = self.storage.prepare(layer, q, k)
         self.storage.write(layer, self.written, k, v)
         if len(self.groups) == 1 and len(q) == len(self.count):  # one new token a row: nothing to pad or to sort
             return attend_stored(q[:, None], self.storage, layer, self.groups[0])[:, 0]

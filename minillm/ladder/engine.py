@@ -23,9 +23,12 @@ from itertools import count
 from typing import Literal, Protocol
 
 import torch
+from torch import Tensor
 
-from minillm.ladder.attention import StepAttention
-from minillm.ladder.continuous import ContinuousBatching, Scheduler, StepPlan, no_drafts
+from minillm.ladder.attention import StepAttention, to_device
+from minillm.ladder.budget import default_kv_memory, refuse_too_much
+from minillm.ladder.continuous import ContinuousBatching, Row, Scheduler, StepPlan, no_drafts
+from minillm.ladder.graphs import StepGraphs, graph_sizes, wants_graphs
 from minillm.ladder.paged import BlockPool, Paged, Slots
 from minillm.ladder.quantized import KeyTransform, KVStorage, default_transform, kv_bytes_per_token, native_format
 from minillm.ladder.records import Records
@@ -34,9 +37,6 @@ from minillm.ladder.sampling import hash_numbers, sample
 from minillm.ladder.speculative import Proposer, Speculator, check_vocabularies, verify
 from minillm.ladder.static import StaticBatching
 from minillm.model.config import ModelConfig
-
-DEFAULT_KV_BYTES = 1 << 30  # on a CPU; on a GPU, see `default_kv_memory`
-GPU_SHARE = 0.8  # of the memory that is free once the weights are loaded
 
 
 class Clock(Protocol):
@@ -79,34 +79,52 @@ class ModelExecutor:
         block_size: int,
         key_transform: KeyTransform | None = None,
         proposer: Proposer | None = None,
+        graph_tokens: int = 0,
+        max_blocks: int = 0,
     ) -> None:
+        """graph_tokens: the largest step that is recorded as a CUDA graph, 0 for none. max_blocks: of a request."""
         self.model, self.block_size, self.proposer = model, block_size, proposer
         self.scratch_slot = num_blocks * block_size  # behind the pool's last block
         self.storage = KVStorage(model.config, kv_format, self.scratch_slot + 1, model.device, key_transform)
+        self.graphs = None
+        if graph_tokens:
+            self.graphs = StepGraphs(model, self.storage, block_size, self.scratch_slot, graph_tokens, max_blocks)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[list[int]]:
         """One forward over all rows; for each due row one token, or an accepted run."""
-        rows, device, config = plan.rows, self.model.device, self.model.config
+        rows = plan.rows
         proposed = self.proposer.propose(rows) if self.proposer else [None] * len(rows)
         spans = [row.span for row in rows]
         cache = StepAttention(
-            self.storage, spans, self.block_size, self.scratch_slot, config.query_group, self.model.dtype
+            self.storage, spans, self.block_size, self.scratch_slot, self.model.config.query_group, self.model.dtype
         )
-        tokens = torch.tensor([token for row in rows for token in (*row.tokens, *row.drafts)], device=device)  # [N]
+        tokens = torch.tensor([token for row in rows for token in (*row.tokens, *row.drafts)])  # [N]
         due = [b for b, row in enumerate(rows) if row.due]
         behind = cache.first + cache.count  # [B]
         wanted = [torch.arange(behind[b] - len(rows[b].drafts) - 1, behind[b]) for b in due]
-        logit_rows = torch.cat(wanted or [behind[:0]]).to(device)  # [R] each due row's newest token and its drafts
-        observe = getattr(self.proposer, "observe", None)  # a drafter that reads the target's hidden states
-        shown = {"observe": partial(observe, rows, cache.written)} if observe else {}
-        logits = self.model.forward(tokens, cache.positions.to(device), cache, logit_rows, **shown)  # [R, V]
+        logit_rows = torch.cat(wanted or [behind[:0]])  # [R] each due row's newest token and its drafts
+        logits = self._forward(rows, tokens, cache, logit_rows)  # [R, V]
         if any(row.drafts for row in rows):
             return verify([rows[b] for b in due], logits, [proposed[b] for b in due])
         requests = [rows[b].request for b in due]
         params, seeds = [r.params for r in requests], [r.seed for r in requests]
         chosen = sample(logits, params, seeds, [r.num_output for r in requests])  # [R]
         return [[token] for token in chosen.tolist()]
+
+    def _forward(self, rows: Sequence[Row], tokens: Tensor, cache: StepAttention, logit_rows: Tensor) -> Tensor:
+        """tokens [N], logit_rows [R] -> logits [R, V] on the device: by a recorded graph, or launch by launch."""
+        observe, device = getattr(self.proposer, "observe", None), self.model.device  # observe: see drafter.py
+        if self.graphs and self.graphs.fits(cache):
+            x = self.graphs.hidden_states(tokens, cache)  # [N, H]
+            logit_rows, slots = to_device([logit_rows, cache.new_slots], device)
+            if observe:
+                observe(rows, slots, x)
+            return self.model.logits(x[logit_rows])
+        inputs = to_device([tokens, cache.positions, logit_rows, cache.new_slots], device)
+        tokens, positions, logit_rows, slots = inputs
+        shown = {"observe": partial(observe, rows, slots)} if observe else {}
+        return self.model.forward(tokens, positions, cache, logit_rows, **shown)
 
 
 @dataclass(frozen=True)
@@ -126,11 +144,13 @@ class Engine:
     """Serves requests on one model. See the README for the settings; all have a default that works.
 
     model: from `load_model`, or None with an `executor` of one's own. kv_memory: bytes for
-    keys and values (1 GiB on a CPU; on a GPU 80 % of what is free after the weights).
+    keys and values (at most what the largest batch can use; 1 GiB on a CPU; on CUDA 90 % of
+    what is free after the weights, less what steps and graphs need: see budget.py).
     max_batch: rows in a step, at most `max_step_tokens`. max_step_tokens: the budget of
     tokens a step feeds. max_context: prompt and output of one request. key_transform: how
     keys are made even before they are stored; "auto" rotates them for fp8 and int4.
-    speculator: who drafts tokens, and how many.
+    speculator: who drafts tokens, and how many. cuda_graphs: record small steps and replay
+    them; "auto" does where the Triton kernels run, False shows what launching costs.
     """
 
     def __init__(
@@ -150,6 +170,7 @@ class Engine:
         chunked_prefill: bool = True,
         prefix_cache: bool = True,
         speculator: Speculator | None = None,
+        cuda_graphs: bool | Literal["auto"] = "auto",
         executor: Executor | None = None,
         clock: Clock | None = None,
         records: Literal["all", "summary"] = "all",
@@ -165,8 +186,12 @@ class Engine:
         proposer = speculator.proposer if speculator else None
         bytes_per_token = kv_bytes_per_token(config, kv_format) + (proposer.bytes_per_token if proposer else 0)
         block_bytes = block_size * bytes_per_token
+        max_blocks = -(-max_context // block_size)  # of one request
+        max_due = min(max_batch * (1 + (speculator.most if speculator else 0)), max_step_tokens)
+        graph_tokens = max_due if wants_graphs(model, cuda_graphs) else 0
+        usual_memory = default_kv_memory(model, max_step_tokens, max_due, graph_sizes(graph_tokens))
         if kv_memory is None:
-            kv_memory = min(default_kv_memory(model), max_batch * -(-max_context // block_size) * block_bytes)
+            kv_memory = min(usual_memory, max_batch * max_blocks * block_bytes)
         if kv_memory < block_bytes:
             raise ValueError(f"kv_memory of {kv_memory:,} bytes holds no block: one takes {block_bytes:,}")
         pool = BlockPool(kv_memory // block_bytes, block_size)
@@ -179,13 +204,14 @@ class Engine:
         )
         if key_transform == "auto":
             key_transform = default_transform(config, kv_format, model.device) if model else None
-        if proposer:
-            check_vocabularies(tokenizer, proposer)
-            proposer.prepare(config, pool.num_blocks, block_size)
+        with refuse_too_much(kv_memory, usual_memory):
+            if proposer:
+                check_vocabularies(tokenizer, proposer)
+                proposer.prepare(config, pool.num_blocks, block_size)
+            self.executor = executor or ModelExecutor(
+                model, kv_format, pool.num_blocks, block_size, key_transform, proposer, graph_tokens, max_blocks
+            )
         self.speculator = speculator
-        self.executor = executor or ModelExecutor(
-            model, kv_format, pool.num_blocks, block_size, key_transform, proposer
-        )
         self.clock = clock or WallClock()
         self.records = Records(records)
         self.eos_ids = frozenset(config.eos_token_id) | frozenset(tokenizer.eos_ids if tokenizer else ())
@@ -470,11 +496,3 @@ def _choose(setting: str, value: str, **choices):
     if value not in choices:
         raise ValueError(f"{setting}={value!r}: choose {' or '.join(map(repr, choices))}")
     return choices[value]
-
-
-def default_kv_memory(model) -> int:
-    """Bytes to keep for keys and values where the user names none."""
-    if model is None or model.device.type != "cuda":
-        return DEFAULT_KV_BYTES
-    free, _ = torch.cuda.mem_get_info(model.device)
-    return int(free * GPU_SHARE)

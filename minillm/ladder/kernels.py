@@ -283,7 +283,7 @@ def splits_for(tiles: int, kv_heads: int) -> int:
 
 
 class StepKernels:
-    """The launches of one step: where its tokens go, and what its tiles read.
+    """The launches of one step (a `CacheView`): where its tokens go, and what its tiles read.
 
     new_slots [N], tables [B, widest] and the tiles' fields are int64 tensors on the device.
     """
@@ -294,6 +294,7 @@ class StepKernels:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k, v [N, Hkv, D], then attend q [N, Hq, D] -> [N, Hq, D]; tokens in no tile get no value."""
+        q, k = self.storage.prepare(layer, q, k)
         numbers = *raw_tensors(self.storage.keys, layer), *raw_tensors(self.storage.values, layer)
         group = getattr(self.storage.keys, "group", 2)  # only int4 has groups
         shape = {

@@ -39,6 +39,32 @@ def uniform(seed: int, index: int, purpose: int = SAMPLE) -> float:
     return (hash_numbers(seed, index, purpose) >> 32) / 2**32
 
 
+def uniforms(seeds: Sequence[int], indices: Sequence[int], purpose: int = SAMPLE) -> Tensor:
+    """`uniform` of many requests at once [R], in fp64: the same hash in int64, whose products wrap as C's do."""
+    state = torch.zeros(len(seeds), dtype=torch.int64)
+    for numbers in (seeds, indices, [purpose] * len(seeds)):
+        state = _mix(state ^ torch.tensor([_signed(number) for number in numbers], dtype=torch.int64))
+    return _shift(state, 32).double() / 2**32
+
+
+def _mix(x: Tensor) -> Tensor:
+    """`mix` over int64 [R]."""
+    x = x + _signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Shift right as unsigned: `>>` alone would drag the sign along."""
+    return (x >> bits) & (MASK >> bits)
+
+
+def _signed(number: int) -> int:
+    """The int64 with the same low 64 bits."""
+    return ((number & MASK) ^ (1 << 63)) - (1 << 63)
+
+
 def greedy(logits: Tensor) -> Tensor:
     """logits [R, V] -> the likeliest ids [R]; among equals the lowest id."""
     return logits.argmax(dim=-1)
@@ -47,46 +73,58 @@ def greedy(logits: Tensor) -> Tensor:
 def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """logits [R, V] -> what each row samples from [R, V], after temperature, top-k, then top-p, in fp32.
 
-    A greedy row puts everything on its argmax.
+    A greedy row puts everything on its argmax. Filters work on all rows that have them at once,
+    so that the work on the device does not grow by launches with the batch.
     """
     temperature = logits.new_tensor([1.0 if p.greedy else p.temperature for p in params], dtype=torch.float32)
-    scores = logits.float()
+    scores, vocabulary = logits.float(), logits.shape[-1]
     # the highest score becomes 0 before the division, which then cannot overflow
     scores = (scores - scores.amax(-1, keepdim=True)) / temperature[:, None]  # [R, V]
-    for row, p in enumerate(params):
-        if p.greedy:
-            only = scores[row].argmax()
-            scores[row] = torch.full_like(scores[row], -torch.inf).index_fill(0, only, 0.0)
-            continue
-        if p.top_k is not None and p.top_k < scores.shape[-1]:
-            kth = scores[row].topk(p.top_k).values[-1]
-            scores[row] = scores[row].masked_fill(scores[row] < kth, -torch.inf)
-        if p.top_p is not None and p.top_p < 1:
-            scores[row] = keep_nucleus(scores[row], p.top_p)
+    with_k = [row for row, p in enumerate(params) if not p.greedy and p.top_k is not None and p.top_k < vocabulary]
+    if with_k:
+        scores[with_k] = keep_top_k(scores[with_k], [params[row].top_k for row in with_k])
+    with_p = [row for row, p in enumerate(params) if not p.greedy and p.top_p is not None and p.top_p < 1]
+    if with_p:
+        scores[with_p] = keep_nucleus(scores[with_p], [params[row].top_p for row in with_p])
+    if sure := [row for row, p in enumerate(params) if p.greedy]:
+        only = scores[sure].argmax(-1, keepdim=True)
+        scores[sure] = torch.full_like(scores[sure], -torch.inf).scatter(1, only, 0.0)
     return scores.softmax(-1)
 
 
-def keep_nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """scores [V] with all but the fewest likeliest tokens that reach top_p masked (Holtzman et al., 2020)."""
+def keep_top_k(scores: Tensor, top_k: Sequence[int]) -> Tensor:
+    """scores [R, V] with all below each row's k-th largest masked; ties with it stay."""
+    k = torch.tensor(top_k, device=scores.device)[:, None]
+    kth = scores.topk(max(top_k)).values.gather(1, k - 1)  # [R, 1]
+    return scores.masked_fill(scores < kth, -torch.inf)
+
+
+def keep_nucleus(scores: Tensor, top_p: Sequence[float]) -> Tensor:
+    """scores [R, V] with all but the fewest likeliest tokens that reach top_p masked (Holtzman et al., 2020)."""
     ordered, ids = scores.sort(descending=True, stable=True)
     p = ordered.softmax(-1)
-    outside = p.cumsum(-1) - p >= top_p  # those before it suffice; never true of the first
-    return scores.index_fill(0, ids[outside], -torch.inf)
+    most = torch.tensor(top_p, dtype=p.dtype, device=p.device)[:, None]
+    outside = p.cumsum(-1) - p >= most  # those before it suffice; never true of the first
+    return scores.scatter(1, ids, ordered.masked_fill(outside, -torch.inf))
 
 
 def draw(p: Tensor, u: Tensor) -> Tensor:
     """p [R, V], u [R] in [0, 1) -> ids [R] by inverting the cumulative sum; an id with p = 0 is never drawn."""
-    cumulative = p.double().cumsum(-1)  # [R, V]
-    point = u.double()[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, point, right=True)[:, 0]
+    wide = p.cpu() if p.device.type == "mps" else p  # Apple's GPUs have no fp64
+    cumulative = wide.double().cumsum(-1)  # [R, V]
+    point = u.to(wide.device).double()[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, point, right=True)[:, 0].to(p.device)
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], indices: Sequence[int]) -> Tensor:
-    """logits [R, V] -> one id a row [R]. `indices` are the places of the tokens in their requests' outputs."""
+    """logits [R, V] -> one id a row [R], on the device; nothing waits for it here.
+
+    `indices` are the places of the tokens in their requests' outputs.
+    """
     ids = greedy(logits)
     rows = [row for row, p in enumerate(params) if not p.greedy]
     if rows:
         chosen = torch.tensor(rows, device=logits.device)
-        u = torch.tensor([uniform(seeds[row], indices[row]) for row in rows], dtype=torch.float64, device=logits.device)
+        u = uniforms([seeds[row] for row in rows], [indices[row] for row in rows])
         ids[chosen] = draw(probabilities(logits[chosen], [params[row] for row in rows]), u)
     return ids
