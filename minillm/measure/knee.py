@@ -17,11 +17,11 @@ def knee(setting: Setting) -> Measurement:
     model = setting.timed_model
     clients = setting.size((1, 4, 16, 32, 64), (1, 2, 4, 8, 16, 24, 32, 48, 64),
                            (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512))
-    mean_tokens, prompt = setting.size((8, 8), (16, 16), (128, 64))
+    mean_tokens, prompt = setting.size((8, 8), (12, 8), (128, 64))
     chapters.warm_up(model)
     rows: list[dict] = []
     for number in setting.each("knee", clients):
-        items = lognormal(0.3, max(2 * number, 4), mean_tokens, prompt, seed=setting.seed)
+        items = lognormal(0.3, max(number + number // 2, 4), mean_tokens, prompt, seed=setting.seed)
         longest = prompt + items[0].max_tokens
         engine = Engine(model, max_batch=number, max_context=longest, max_step_tokens=max(256, 2 * number),
                         prefix_cache=False)
