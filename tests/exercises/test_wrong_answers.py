@@ -6,7 +6,7 @@ import importlib
 from functools import cache
 
 import pytest
-from wrong_answers import Mutant, Solution, by_rule, outcomes
+from wrong_answers import SECONDS, Mutant, Solution, by_rule, outcomes
 
 from minillm.grading.checks import Exercise, Task
 from minillm.grading.exercises import load_all
@@ -20,6 +20,11 @@ FAR_OUTSIDE = 10.0  # tolerances by which a wrong answer must miss where a check
 def data(exercise: Exercise):
     """The exercise's file of wrong and right answers, tests/exercises/exNN_name.py."""
     return importlib.import_module(f"ex{exercise.name}")
+
+
+def seconds(exercise: Exercise) -> float:
+    """Processor time for a mutant's check; an exercise whose checks serve whole loads says how much it needs."""
+    return getattr(data(exercise), "SECONDS", SECONDS)
 
 
 @cache
@@ -59,7 +64,8 @@ def test_a_mutant_is_caught_by_the_check_that_names_its_mistake(exercise, mutant
     task = next(task for task in exercise.tasks if task.name == mutant.task)
     source = solution(exercise).source(task)
     assert source.count(mutant.old) == 1, f"{mutant.old!r} stands {source.count(mutant.old)} times in the solution"
-    found = outcomes(task, solution(exercise).answer(task, source.replace(mutant.old, mutant.new)))
+    answer = solution(exercise).answer(task, source.replace(mutant.old, mutant.new))
+    found = outcomes(task, answer, seconds(exercise))
     first = next((o for o in found if o.passed is False), None)
     assert first is not None, "no check caught it"
     assert first.check == mutant.caught_by, f"the learner is told first: {first.message} {first.detail}"
@@ -102,4 +108,4 @@ def test_mutants_made_by_rule_are_caught(exercise, task):
 
 def survives(whole: Solution, task: Task, source: str) -> bool:
     answer = whole.answer(task, source)
-    return answer is not None and all(outcome.passed for outcome in outcomes(task, answer))
+    return answer is not None and all(o.passed for o in outcomes(task, answer, seconds(whole.exercise)))
