@@ -81,7 +81,7 @@ def cost_of_blocks(setting: Setting) -> Measurement:
 
 def out_of_cache(setting: Setting) -> Measurement:
     """A server with a bounded queue that refuses requests: with little memory for the cache, and with all of it."""
-    items = chat(setting.size(60, 500), rate=6.0, scale=0.5, seed=setting.seed)
+    items = chat(setting.size(60, 300), rate=6.0, scale=0.5, seed=setting.seed)
     items = [replace(item, max_tokens=4096, stop_after=8 * item.output_tokens) for item in items]
     rows = []
     for memory_gb in (5, 60):
@@ -92,7 +92,7 @@ def out_of_cache(setting: Setting) -> Measurement:
 
 def output_caps(setting: Setting) -> Measurement:
     """The same chats under a cap of 8,000 tokens an answer and under one of 400, as slots and as blocks."""
-    items = chat(setting.size(40, 400), rate=6.0, scale=0.5, seed=setting.seed)
+    items = chat(setting.size(40, 300), rate=6.0, scale=0.5, seed=setting.seed)
     items = [replace(item, stop_after=2 * item.output_tokens) for item in items]
     rows = []
     for kv in ("slots", "paged"):

@@ -66,7 +66,7 @@ def figures(found: dict) -> dict:
 
 def replicas(setting: Setting) -> Measurement:
     """The same traffic on 1 to 8 GPUs behind a router: the batch on each, and what all make together."""
-    items, rows = chat(setting.size(80, 1000), rate=24, scale=setting.size(0.5, 1.0), seed=setting.seed), []
+    items, rows = chat(setting.size(80, 400), rate=24, scale=setting.size(0.5, 1.0), seed=setting.seed), []
     for number in setting.each("replicas", (1, 2, 4, 8)):
         engines = [server() for _ in range(number)]
         fleet.serve(engines, items)
@@ -81,15 +81,15 @@ def load_sweep(setting: Setting) -> Measurement:
     """A closed loop of 1 to 256 clients: total tokens against what each of them sees."""
     rows = []
     for clients in setting.each("load_sweep", setting.size((1, 8, 64), (1, 4, 16, 64, 256))):
-        items = chat(setting.size(4 + clients // 2, 32 + 4 * clients), scale=setting.size(0.3, 1.0), seed=setting.seed)
+        items = chat(setting.size(4 + clients // 2, 16 + 2 * clients), scale=setting.size(0.3, 1.0), seed=setting.seed)
         rows.append({"clients": clients, **figures(served(items, clients))})
     return simulated("load_sweep", rows, setting)
 
 
 def pools(setting: Setting) -> Measurement:
     """Chats and a heap of offline work on two GPUs: all on both, and a pool for each."""
-    talk = chat(setting.size(40, 400), rate=3.0, scale=0.3, seed=setting.seed)
-    heap = [replace(item, arrival=0.0) for item in chat(setting.size(60, 1200), seed=setting.seed + 1)]
+    talk = chat(setting.size(40, 200), rate=3.0, scale=0.3, seed=setting.seed)
+    heap = [replace(item, arrival=0.0) for item in chat(setting.size(60, 400), seed=setting.seed + 1)]
     mixed = [server() for _ in range(2)]
     ended = fleet.serve(mixed, [*talk, *heap])
     rows = [pool_row("mixed", ended[: len(talk)], ended[len(talk) :])]
@@ -113,7 +113,7 @@ def pool_row(layout: str, talk: Sequence[RequestRecord], heap: Sequence[RequestR
 
 def caps_and_caching(setting: Setting) -> Measurement:
     """Answers as long as they come and capped; and a common prompt computed for each, and once."""
-    requests = setting.size(40, 600)
+    requests = setting.size(40, 300)
     free = chat(requests, rate=6.0, seed=setting.seed)
     common = shared_prefix(requests, 4096, rate=6.0, seed=setting.seed)
     cases = {
@@ -135,7 +135,7 @@ def capped(items: Sequence[WorkItem], tokens: int) -> list[WorkItem]:
 def watch(setting: Setting) -> Measurement:
     """All that is worth watching, from the records of one busy run."""
     engine = server(kv_memory=12 * GB, max_batch=64)
-    found = served(chat(setting.size(40, 600), rate=8.0, seed=setting.seed), engine=engine)
+    found = served(chat(setting.size(40, 300), rate=8.0, seed=setting.seed), engine=engine)
     values = {
         "ttft_p50_s": found["ttft_s"]["p50"], "ttft_p99_s": found["ttft_s"]["p99"],
         "itl_p50_ms": in_ms(found["itl_per_step_s"]["p50"]), "itl_p99_ms": in_ms(found["itl_per_step_s"]["p99"]),
@@ -209,7 +209,7 @@ def cure(symptom: str, remedy: str, figure: str, before: dict, after: dict) -> d
 
 def disaggregation(setting: Setting) -> Measurement:
     """Two GPUs that do both, and one for prompts beside one for answers, the cache sent at 50 GB/s."""
-    items = chat(setting.size(50, 500), rate=7.0, seed=setting.seed)
+    items = chat(setting.size(50, 300), rate=7.0, seed=setting.seed)
     settings = {"max_step_tokens": 16_384}
     both = [server(**settings) for _ in range(2)]
     apart = [server(**settings)], [server(prompts_received=True, **settings)]
@@ -237,7 +237,7 @@ def worked_example(setting: Setting) -> Measurement:
     rows: list[dict] = []
     cases = zip(SETUPS, (111, 111, 220), strict=True)  # as many clients as fit
     for (setup, kv_format, settings), clients in setting.each("worked_example", cases):
-        items = articles_example(setting.size(1, 3) * clients, scale=setting.size(0.1, 1.0), seed=setting.seed)
+        items = articles_example(setting.size(1, 2) * clients, scale=setting.size(0.1, 1.0), seed=setting.seed)
         found = served(items, clients, cost=cost_model(kv_format), prompts_received=True,
                        **{"max_step_tokens": 8192, **settings})
         times = found["output_tokens_per_s"] / rows[0]["tokens_per_s"] if rows else 1.0
