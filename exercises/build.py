@@ -3,7 +3,8 @@
 exercises/src/NAME.py (jupytext's percent format) is the exercise with its solution. From it come
 exercises/solutions/NAME.ipynb, the same as a notebook, and exercises/NAME.ipynb, the learner's,
 in which every region between `### BEGIN SOLUTION` and `### END SOLUTION` has become one line that
-raises NotImplementedError. Cells carry nbgrader's metadata. No outputs are stored.
+raises NotImplementedError. Cells carry nbgrader's metadata. No outputs are stored. The table in
+exercises/README.md is written anew as well.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from minillm.grading.checks import Exercise
-from minillm.grading.exercises import find
+from minillm.grading.exercises import find, load_all
 from minillm.grading.notebook import stub_hash
 
 FOLDER = Path(__file__).resolve().parent
@@ -98,6 +99,17 @@ def function_at(source: str, line: int) -> str:
     return ".".join(names)
 
 
+def with_table(text: str) -> str:
+    """README.md with the table of all exercises between its markers."""
+    rows = [
+        f"| [{e.number} {e.title}]({e.name}.ipynb) | [{e.chapter[:2]}](../notebooks/{e.chapter}.ipynb) | {e.minutes} "
+        f"| {e.level} | {', '.join(f'`{task.name}`' for task in e.tasks)} |"
+        for e in load_all()
+    ]
+    table = "\n".join(["| exercise | behind notebook | minutes | | checks |", "|---|---|---|---|---|", *rows])
+    return re.sub(r"(<!-- exercises -->\n).*?(<!-- end -->)", rf"\g<1>\n{table}\n\n\2", text, flags=re.DOTALL)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the exercises' notebooks from exercises/src.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="such as 05_block_pool; without any, all of them")
@@ -107,6 +119,8 @@ def main() -> None:
         nbformat.write(make_solution(exercise), FOLDER / "solutions" / f"{name}.ipynb")
         nbformat.write(make_stub(exercise), FOLDER / f"{name}.ipynb")
         print(f"{name}: {', '.join(task.name for task in exercise.tasks)}")
+    readme = FOLDER / "README.md"
+    readme.write_text(with_table(readme.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

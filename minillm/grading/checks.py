@@ -97,11 +97,14 @@ class Exercise:
         return int(self.name[:2])
 
     @property
+    def level(self) -> str:
+        return ("easy", "medium", "hard")[self.difficulty - 1]
+
+    @property
     def facts(self) -> str:
         """The line under the notebook's title."""
-        level = ("easy", "medium", "hard")[self.difficulty - 1]
         chapter = f"[notebook {self.chapter[:2]}](../notebooks/{self.chapter}.ipynb)"
-        return f"About {self.minutes} minutes · {level} · belongs behind {chapter}"
+        return f"About {self.minutes} minutes · {self.level} · belongs behind {chapter}"
 
 
 @dataclass(frozen=True)

@@ -333,6 +333,9 @@ print(f"C2: {by_hand:,} bytes a token by arithmetic, {allocated // 100:,} alloca
 #
 # Llama-3-8B has 32 layers, 8 KV heads and a head size of 128. In bf16 a number takes 2 bytes. How many bytes does a
 # token take, and how many tokens fit into 60 GB (60 · 10⁹ bytes)? Replace the two `None` and run the cell.
+#
+# To go further, in checked notebooks: [exercise 1](../exercises/01_step_cost.ipynb), the sums of a step, and
+# [exercise 2](../exercises/02_kv_cache.ipynb), where you write the cache and the loop.
 
 # %%
 bytes_a_token, tokens_in_60_gb = None, None

@@ -288,6 +288,9 @@ print(f"C3, slots: {1 - step.kv_tokens / (step.blocks_live * 16):.0%} of the res
 # You may sort the waiting requests by the length of their answers (suppose you knew it) and then cut them into
 # batches of four. How many idle slot-steps does sorting save? Fill in `sorted_idle`; the check counts with the
 # scheduler.
+#
+# To go further, in a checked notebook: [exercise 3](../exercises/03_static_batch.ipynb), where you write the policy and
+# count its idle slots.
 
 # %%
 lengths = [3, 12, 5, 30, 8, 4, 20, 6, 2, 16, 9, 3, 25, 7, 5, 10]

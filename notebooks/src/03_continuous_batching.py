@@ -295,6 +295,9 @@ print("B6, B7: continuous over static, by variation of the lengths:",
 # A service answers half of its requests with 16 tokens and half with 240, in random order, eight slots. Before you
 # count: is the gain nearer to 1, 1.5, 2 or 3? Change `lengths` below to shapes of your own, and find one with a
 # gain above 4.
+#
+# To go further, in a checked notebook: [exercise 4](../exercises/04_continuous_scheduler.ipynb), where you write the
+# scheduler.
 
 # %%
 lengths = [16, 240] * 32

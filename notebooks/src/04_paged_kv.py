@@ -364,6 +364,10 @@ print(f"C8: another first token: {changed['found']} found")
 # The help desk wants today's date in its instructions. Somebody writes it in front: `"Today is Monday. " + SYSTEM`.
 # Tomorrow it is Tuesday. How many tokens of yesterday's blocks does tomorrow's first question find? And with
 # `SYSTEM + " Today is Monday."`? Fill in the two numbers; the check asks an engine.
+#
+# To go further, in checked notebooks: [exercise 5](../exercises/05_block_pool.ipynb), pool and block table,
+# [exercise 6](../exercises/06_prefix_sharing.ipynb), prefix sharing, and
+# [exercise 7](../exercises/07_paged_attention.ipynb), attention by block table.
 
 # %%
 found_in_front, found_at_the_end = None, None

@@ -39,6 +39,12 @@ def test_both_notebooks_are_what_the_source_says(exercise):
     assert stored(FOLDER / f"{exercise.name}.ipynb") == build.make_stub(exercise), message
 
 
+def test_the_readmes_table_lists_them():
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert text == build.with_table(text), "run: python exercises/build.py"
+    assert all(f"({exercise.name}.ipynb)" in text for exercise in EXERCISES)
+
+
 @each
 def test_stub_and_solution_differ_in_the_marked_regions_and_nowhere_else(exercise):
     stub, solution = stored(FOLDER / f"{exercise.name}.ipynb"), stored(FOLDER / "solutions" / f"{exercise.name}.ipynb")
