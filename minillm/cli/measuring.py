@@ -13,6 +13,11 @@ OVERHEAD_COLUMNS = {
 }
 BENCH_COLUMNS = {
     "engine": "engine", "tokens_per_s": "tokens/s", "min": "min", "max": "max", "times_minillm": "minillm is x",
+    "mbu": "MBU", "mfu": "MFU",
+}
+DECODE_COLUMNS = {
+    "engine": "engine", "batch": "batch", "context_tokens": "context", "step_ms": "step ms", "min_ms": "min",
+    "max_ms": "max", "least_ms": "least ms", "tokens_per_s": "tokens/s", "mbu": "MBU", "mfu": "MFU",
 }
 
 
@@ -132,28 +137,49 @@ def _claims(arguments) -> int:
 
 def add_bench(commands) -> None:
     parser = commands.add_parser("bench", help="run a workload, if you like beside transformers")
-    parser.add_argument("workload", nargs="?", default="peers", help="see minillm.measure.workload (default: peers)")
+    parser.add_argument("workload", nargs="?", default="peers",
+                        help="decode: steps by batch, beside the device's limits; or one of minillm.measure.workload "
+                             "(default: peers)")
     add_model(parser)
     parser.add_argument("--against", choices=["transformers"], help="run it too, in turns, in this process")
     parser.add_argument("--requests", type=int, help="how many (default: the workload's own number)")
     parser.add_argument("--scale", type=float, default=1.0, help="shrink all lengths by this factor")
     parser.add_argument("--repeats", type=int, default=3, help="of each engine; the median is shown (default: 3)")
+    parser.add_argument("--batch", default="1,8,32", metavar="N,N,...", help="of decode (default: 1,8,32)")
+    parser.add_argument("--context", type=int, default=128, help="tokens before a step of decode (default: 128)")
+    parser.add_argument("--steps", type=int, default=16, help="of decode, timed for each batch (default: 16)")
+    parser.add_argument("--kv-format", default="auto", help="of decode, as in Engine (default: auto)")
     add_outputs(parser)
     parser.set_defaults(run=_bench)
 
 
 def _bench(arguments) -> int:
     from minillm.measure.bench import bench
+    from minillm.measure.decode_bench import decode_bench
     from minillm.show.tables import text_table
 
-    result = bench(
-        arguments.workload, arguments.model, arguments.against, arguments.requests, arguments.scale, arguments.repeats,
-        bar,
-    )
+    if arguments.workload == "decode":
+        result = decode_bench(
+            arguments.model, whole_numbers("--batch", arguments.batch), arguments.context, arguments.steps,
+            arguments.against, bar, **({} if arguments.kv_format == "auto" else {"kv_format": arguments.kv_format}),
+        )
+    else:
+        result = bench(
+            arguments.workload, arguments.model, arguments.against, arguments.requests, arguments.scale,
+            arguments.repeats, bar,
+        )
     print(f"{arguments.workload} on {arguments.model}, {result.provenance.dtype}, {result.provenance.device}")
-    print(text_table(result.rows, BENCH_COLUMNS))
+    print(text_table(result.rows, DECODE_COLUMNS if arguments.workload == "decode" else BENCH_COLUMNS))
     write(arguments, result, {"device": result.provenance.device, "model": arguments.model, "rows": result.rows})
     return 0
+
+
+def whole_numbers(option: str, text: str) -> list[int]:
+    """The numbers of an option such as 1,8,32; ValueError shows the form."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} {text!r}: give whole numbers with commas, such as 1,8,32") from None
 
 
 # -- overhead -------------------------------------------------------------------------------------

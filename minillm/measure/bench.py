@@ -11,8 +11,10 @@ import torch
 from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import native_format
 from minillm.measure.measurement import Measurement, Spread, provenance
+from minillm.measure.reference import load_reference
+from minillm.measure.roofline import Ceilings, StepWork, least_work, measure_ceilings
+from minillm.measure.virtual import shape_of
 from minillm.measure.workload import WorkItem, make_workload, play
-from minillm.model.source import locate
 from minillm.model.weights import load_model
 
 STATIC_BATCH = 8
@@ -36,20 +38,22 @@ def bench(
     """
     items = make_workload(workload, scale=scale, **({"requests": requests} if requests else {}))
     model = load_model(model_name)
-    engines: dict[str, Callable[[Sequence[WorkItem]], Run]] = {"minillm": lambda items: _ours(model, items)}
+    ours = OurEngine(model)
+    engines: dict[str, Callable[[Sequence[WorkItem]], Run]] = {"minillm": ours}
     if against:
-        reference = _load_reference(model_name, model)
+        reference = load_reference(model_name, model)
         engines["transformers, static batch of 8"] = lambda items: _static(reference, items)
         engines["transformers, continuous batching"] = lambda items: _continuous(reference, items)
     speeds = _take_turns(engines, items, repeats, progress)
-    ours = median(speeds["minillm"])
+    speed = median(speeds["minillm"])
     rows = [
         {
             "engine": engine, "output_tokens": sum(item.output_tokens for item in items), "tokens_per_s": median(runs),
-            "min": min(runs), "max": max(runs), "times_minillm": ours / median(runs),
+            "min": min(runs), "max": max(runs), "times_minillm": speed / median(runs),
         }
         for engine, runs in speeds.items()
     ]
+    rows[0] |= ours.shares(measure_ceilings(model.device, model.dtype))
     spread = Spread.of(speeds["minillm"], warmups=1)
     source = provenance(model_name, native_format(model.dtype), model.device, seed=0, spread=spread)
     return Measurement(f"bench_{workload}", source, rows)
@@ -71,18 +75,24 @@ def _take_turns(engines, items, repeats: int, progress) -> dict[str, list[float]
     return speeds
 
 
-def _ours(model, items: Sequence[WorkItem]) -> Run:
-    engine, start = Engine(model, records="summary"), time.perf_counter()
-    outputs = play(engine, items, clients=len(items))
-    return sum(map(len, outputs)), time.perf_counter() - start
+class OurEngine:
+    """Runs items on an engine, and keeps the last run's steps: what they needed at the least."""
 
+    def __init__(self, model) -> None:
+        self.model = model
 
-def _load_reference(name: str, model):
-    """transformers' own model class on the same files."""
-    from transformers import AutoModelForCausalLM
+    def __call__(self, items: Sequence[WorkItem]) -> Run:
+        engine, start = Engine(self.model), time.perf_counter()
+        outputs = play(engine, items, clients=len(items))
+        self.seconds, self.steps = time.perf_counter() - start, engine.records.steps
+        return sum(map(len, outputs)), self.seconds
 
-    reference = AutoModelForCausalLM.from_pretrained(locate(name), dtype=model.dtype, attn_implementation="sdpa")
-    return reference.to(model.device).eval()
+    def shares(self, ceilings: Ceilings) -> dict[str, float]:
+        """MBU and MFU of the whole run: the least bytes and FLOPs of all its steps, over its time."""
+        model, kv_format = self.model, native_format(self.model.dtype)
+        works = [least_work(model.config, kv_format, shape_of(step), model.weight_bytes) for step in self.steps]
+        work = StepWork(sum(work.bytes for work in works), sum(work.flops for work in works))
+        return {"mbu": ceilings.mbu(work, self.seconds), "mfu": ceilings.mfu(work, self.seconds)}
 
 
 @torch.inference_mode()
@@ -99,6 +109,7 @@ def _static(reference, items: Sequence[WorkItem]) -> Run:
             attention_mask=torch.tensor(mask, device=reference.device),
             max_new_tokens=longest, min_new_tokens=longest, do_sample=False, eos_token_id=None, pad_token_id=pad,
         )
+    getattr(torch, reference.device.type).synchronize()  # the last batch may still be running
     return sum(item.output_tokens for item in items), time.perf_counter() - start
 
 
@@ -111,11 +122,14 @@ def _continuous(reference, items: Sequence[WorkItem]) -> Run:
     from transformers import GenerationConfig
     from transformers.generation import ContinuousBatchingConfig
 
-    page = 32
+    page, most = 32, max(item.output_tokens for item in items)
+    step_tokens = 512 if reference.device.type == "cpu" else 4096
     blocks = sum(-(-(len(item.prompt_ids) + item.output_tokens) // page) for item in items) + len(items)
     manager = reference.init_continuous_batching(
-        generation_config=GenerationConfig(do_sample=False, max_new_tokens=1024, eos_token_id=-1, pad_token_id=0),
-        continuous_batching_config=ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=512, page_size=page),
+        generation_config=GenerationConfig(do_sample=False, max_new_tokens=most, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(
+            num_blocks=blocks, max_batch_tokens=step_tokens, page_size=page
+        ),
     )
     manager.start()
     try:

@@ -12,7 +12,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from minillm.measure import batching, formats, knee, limits, memory, prediction, rungs, speculation, traffic
+from minillm.measure import (
+    batching,
+    decode_bench,
+    formats,
+    knee,
+    limits,
+    memory,
+    prediction,
+    rungs,
+    speculation,
+    traffic,
+)
 from minillm.measure.measurement import (
     EXACT,
     VIRTUAL,
@@ -46,6 +57,7 @@ EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
         Experiment("ladder", rungs.ladder_experiment, "every rung on the same prompts", (), 20),
+        Experiment("decode", decode_bench.decode, "decode steps by batch, and their shares of the limits", (), 5),
         Experiment("decode_step", limits.decode_step, "a step of one row against the bytes that it reads", ("A1",)),
         Experiment("prefill", limits.prefill, "prompts by length and number, beside decoding", ("A2", "A3")),
         Experiment("cost_by_length", limits.cost_by_length, "a token behind a text of so many", ("A4",), 5),

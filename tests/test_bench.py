@@ -1,0 +1,67 @@
+"""The benchmarks run: on models without files, beside transformers on the very same weights."""
+
+import pytest
+import torch
+from tiny import tiny_config
+
+from minillm.cli import main
+from minillm.ladder.decode import NoCache
+from minillm.measure import bench as bench_module
+from minillm.measure.decode_bench import decode_bench
+from minillm.measure.reference import load_reference
+from minillm.measure.roofline import Ceilings, StepShape, least_work
+from minillm.model.config import PRESETS
+from minillm.model.weights import load_model
+
+CEILINGS = Ceilings(1e11, 1e13)  # more than any CPU reaches
+SHAPES = {
+    "llama": {},
+    "qwen2": {"attention_bias": True, "tie_word_embeddings": False},
+    "qwen3": {"head_dim": 16},
+}
+
+
+@pytest.fixture(params=SHAPES)
+def name(request, monkeypatch):
+    config = tiny_config("t8-2", model_type=request.param, **SHAPES[request.param])
+    monkeypatch.setitem(PRESETS, "tiny", config)
+    return "random:tiny"
+
+
+def test_the_reference_of_a_random_model_has_its_very_weights(name):
+    model = load_model(name, device="cpu")
+    reference = load_reference(name, model)
+    tokens = torch.tensor([[5, 9, 2, 60, 33]])
+    with torch.inference_mode():
+        theirs = reference(tokens).logits[0]
+        ours = model.forward(tokens[0], torch.arange(5), NoCache())
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_decode_bench_times_whole_steps_and_shows_their_share_of_the_limit(name):
+    result = decode_bench(name, (1, 3), context=20, steps=4, against="transformers", ceilings=CEILINGS)
+    assert [(row["engine"], row["batch"]) for row in result.rows] == [
+        (engine, batch) for batch in (1, 3) for engine in ("minillm", "transformers, generate")
+    ]
+    model = load_model(name, device="cpu")
+    for row in result.rows:
+        work = least_work(model.config, "fp32", StepShape.decode([22] * row["batch"]), model.weight_bytes)
+        assert row["mbu"] == pytest.approx(work.bytes / (row["step_ms"] / 1e3) / CEILINGS.bytes_per_s)
+        assert row["tokens_per_s"] == pytest.approx(row["batch"] / row["step_ms"] * 1e3)
+        assert 0 < row["least_ms"] < row["min_ms"] <= row["step_ms"] <= row["max_ms"]
+    result.check()
+
+
+def test_a_workload_runs_beside_transformers_and_shows_its_share_of_the_limit(monkeypatch, capsys):
+    monkeypatch.setitem(PRESETS, "tiny", tiny_config("t8-2", vocab_size=10_001))
+    monkeypatch.setattr(bench_module, "measure_ceilings", lambda device, dtype: CEILINGS)
+    arguments = "--model random:tiny --requests 3 --scale 0.02 --repeats 1 --against transformers"
+    assert main(["bench", "yardstick", *arguments.split()]) == 0
+    shown = capsys.readouterr().out
+    assert "transformers, continuous batching" in shown and "MBU" in shown
+
+
+@pytest.mark.parametrize(("option", "value"), [("--batch", "1,x"), ("--batch", "0"), ("--steps", "0")])
+def test_bad_sizes_are_refused(option, value, capsys):
+    assert main(["bench", "decode", "--model", "random:smollm2-135m", option, value]) == 2
+    assert capsys.readouterr().err.startswith("minillm bench: ")
