@@ -57,7 +57,25 @@ DRAFTS = [
                                          ("chat", "adaptive", 16, 0.98), ("copy", 4, 16, 1.4))),
     {"part": "crossover", "prompts": "chat", "drafts": "n-gram", "k": 4, "costs_from_batch": 16},
 ]  # fmt: skip
+KV_FORMATS = [
+    {"scheme": name, "share_of_16_bit": share, "change_percent": change, "change_error_percent": 0.1, "tokens": 12288,
+     "copied_percent": copied, "found_in_1024_percent": 75.0, **{f"{part}_change_nats": nats for part, nats in losses},
+     **{f"{part}_change_error_nats": 0.01 for part, _ in losses}}
+    for name, share, change, copied in (
+        ("fp32", 2.0, 0.0, 57.0), ("int8", 0.516, 0.1, 57.0), ("fp8", 0.516, 0.05, 56.0), ("int4", 0.25, 5.0, 40.0))
+    for losses in [(("rare_tokens", 0.1), ("common_tokens", 0.02), ("at_2k_to_4k", 0.02), ("at_under_256", 0.02))]
+]  # fmt: skip
 PLANTED = {
+    "C6": (KV_FORMATS, (1, "change_percent", 1.5)),
+    "D1": (KV_FORMATS, (3, "share_of_16_bit", 0.4)),
+    "D2": (KV_FORMATS, (3, "change_percent", 0.5)),
+    "D4": (KV_FORMATS, (3, "rare_tokens_change_nats", 0.03)),
+    "D5": (KV_FORMATS, (3, "copied_percent", 55.0)),
+    "D3": (
+        [{"weights": name, "rows": n, "read_mb": mb, "times_faster": times, "cache_tokens_in_1_gib": int(5000 - mb)}
+         for name, mb, times in (("fp32", 538.0, 1.0), ("int8", 135.0, 2.0), ("int4", 88.0, 3.0)) for n in (1, 8)],
+        (2, "times_faster", 0.9),
+    ),
     "B9": (
         [{"replicas": n, "times_one": 1 + n / 8, "mean_rows": 40 / n} for n in (1, 2, 4, 8)],
         (3, "times_one", 7.9),

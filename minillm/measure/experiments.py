@@ -76,7 +76,7 @@ EXPERIMENTS = {
                    ("E1", "E2", "E3", "E4"), 60),
         Experiment("cost_of_blocks", memory.cost_of_blocks, "one run of memory against blocks", (), 5),
         Experiment("kv_quality", formats.kv_quality, "KV formats: bytes, and quality against fp32",
-                   ("D1", "D2", "D4", "D5"), 80, formats.KV_TABLES),
+                   ("C6", "D1", "D2", "D4", "D5"), 80, formats.KV_TABLES),
         Experiment("key_errors", formats.key_errors, "int4 keys: errors of each way to store them", (), 10),
         Experiment("weight_quality", formats.weight_quality, "weight formats: quality against the weights as loaded",
                    (), 60, formats.WEIGHT_TABLES),

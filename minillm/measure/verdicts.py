@@ -335,6 +335,93 @@ def c8(rows: Rows) -> Verdict:
     return judged(skipped and changed["found"] == 0, measured)
 
 
+# -- D: fewer bits --------------------------------------------------------------------------------
+
+
+def c6(rows: Rows) -> Verdict:
+    """int8 takes at most 52 % of 16 bits, scales counted, and its perplexity grows by at most 1 %."""
+    row = find(rows, scheme="int8")
+    measured = (
+        f"int8 takes {row['share_of_16_bit']:.1%} of 16 bits, so {1 / row['share_of_16_bit']:.2f} times the tokens "
+        f"fit; perplexity {_change(row)} over {row['tokens']:,} tokens"
+    )
+    return judged(row["share_of_16_bit"] <= 0.52 and row["change_percent"] <= 1, measured)
+
+
+def d1(rows: Rows) -> Verdict:
+    """fp8 and int8 take at most 52 % of 16 bits and int4 at most 32 %. More than 26 % for int4 is the condition."""
+    shares = {name: find(rows, scheme=name)["share_of_16_bit"] for name in ("fp8", "int8", "int4")}
+    measured = ", ".join(f"{name} {share:.1%}" for name, share in shares.items()) + " of 16 bits with their scales"
+    holds = max(shares["fp8"], shares["int8"]) <= 0.52 and shares["int4"] <= 0.32
+    return judged(holds, measured, "scales take int4 above a quarter" if shares["int4"] > 0.26 else "")
+
+
+def d2(rows: Rows) -> Verdict:
+    """By perplexity fp8 and int8 cost at most 1 %, and the engine's int4 more than either. int8 better than fp8 is
+    the condition, since the claim has it the other way round."""
+    of = {name: find(rows, scheme=name) for name in ("fp8", "int8", "int4")}
+    measured = "; ".join(f"{name} {_change(row)}" for name, row in of.items())
+    fp8, int8, int4 = (of[name]["change_percent"] for name in ("fp8", "int8", "int4"))
+    return judged(max(fp8, int8) <= 1 and int4 > max(fp8, int8, 1), measured,
+                  "keys and values alone; int8 costs less than fp8" if int8 < fp8 else "keys and values alone")
+
+
+def d3(rows: Rows) -> Verdict:
+    """With one row each weight format is at least 1.1 times as fast as 16 or 32 bits, and leaves room for more cache.
+    Where the most rows measured are no faster, that is the condition."""
+    column(rows, "times_faster")
+    plain, few = rows[0], [row for row in rows if row["rows"] == 1 and row["weights"] != rows[0]["weights"]]
+    many = [row for row in rows if row["rows"] == max(row["rows"] for row in rows) and row["times_faster"] != 1]
+    measured = "; ".join(
+        f"{row['weights']} reads {row['read_mb']:,.0f} MB in place of {plain['read_mb']:,.0f}, a step of one row is "
+        f"{row['times_faster']:.2f} times as fast, and {row['cache_tokens_in_1_gib']:,} tokens of cache fit beside it "
+        f"in 1 GiB ({plain['cache_tokens_in_1_gib']:,} before)"
+        for row in few
+    )
+    holds = all(row["times_faster"] >= 1.1 and row["cache_tokens_in_1_gib"] > plain["cache_tokens_in_1_gib"]
+                for row in few)
+    slow = [f"{row['weights']} {row['times_faster']:.2f}" for row in many if row["times_faster"] < 1.1]
+    return judged(holds, measured, f"few rows: at {many[0]['rows']} it is {', '.join(slow)} times" if slow else "")
+
+
+def d4(rows: Rows) -> Verdict:
+    """In the engine's int4 the loss of rare tokens grows by more than that of common ones, and that at 2,000 to 4,000
+    tokens by more than under 256, both beyond their errors. One of the two alone is the condition."""
+    row, found = find(rows, scheme="int4"), {}
+    for name, more, less in (("rare tokens", "rare_tokens", "common_tokens"),
+                             ("long contexts", "at_2k_to_4k", "at_under_256")):
+        column([row, row], f"{more}_change_nats")
+        error = math.hypot(row[f"{more}_change_error_nats"], row[f"{less}_change_error_nats"])
+        found[name] = row[f"{more}_change_nats"] - row[f"{less}_change_nats"], error
+    measured = "int4: " + "; ".join(f"{name} lose {gap:+.3f} nats more (+-{error:.3f})"
+                                    for name, (gap, error) in found.items())
+    true = [name for name, (gap, error) in found.items() if gap > error]
+    return judged(bool(true), measured, f"only for {true[0]}" if len(true) == 1 else "")
+
+
+def d5(rows: Rows) -> Verdict:
+    """In one format perplexity grows by less than 6 %, while copying a random text loses at least a tenth of its
+    score or a text length at least a tenth of all codes. Shown is the format with the worst fall."""
+    cases = []
+    for row in rows[1:]:
+        falls = {"copying": (rows[0]["copied_percent"], row["copied_percent"])}
+        for name in row:
+            if name.startswith("found_in_"):
+                falls[f"codes {name.removesuffix('_percent').replace('_', ' ')}"] = rows[0][name], row[name]
+        worst = max(falls, key=lambda name: 1 - falls[name][1] / max(falls[name][0], 1e-9))
+        before, after = falls[worst]
+        cases.append((1 - after / max(before, 1e-9), row, f"{worst} falls from {before:.0f} to {after:.0f} %"))
+    kept = [case for case in cases if case[1]["change_percent"] < 6]
+    if not kept:
+        raise Missing("no format whose perplexity grows by less than 6 %")
+    fall, row, what = max(kept, key=lambda case: case[0])
+    return judged(fall >= 0.1, f"{row['scheme']}: perplexity {_change(row)}, while {what}")
+
+
+def _change(row: dict) -> str:
+    return f"{row['change_percent']:+.2f} % (+-{row['change_error_percent']:.2f})"
+
+
 # -- E: speculative decoding ----------------------------------------------------------------------
 
 
