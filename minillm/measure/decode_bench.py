@@ -6,7 +6,9 @@ be near the memory's bandwidth at batch 1, and move towards the matmul rate as t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import kv_bytes_per_token, native_format
 from minillm.ladder.request import SamplingParams
 from minillm.measure.chapters import measured
-from minillm.measure.measurement import Measurement, Spread, time_seconds
+from minillm.measure.measurement import Measurement, Spread
 from minillm.measure.reference import load_reference
 from minillm.measure.roofline import Ceilings, StepShape, least_work, measure_ceilings
 from minillm.measure.setting import Progress, Setting, silent
@@ -23,6 +25,7 @@ from minillm.measure.workload import random_ids
 from minillm.model.weights import load_model
 
 WARM_UPS = 3
+PROMPT_STEP_TOKENS = 16_384  # all prompts in one step, if they fit
 
 
 def decode(setting: Setting) -> Measurement:
@@ -85,36 +88,40 @@ def step_row(engine: str, batch: int, context: int, spread: Spread, ceilings: Ce
 
 def our_steps(model, batch: int, context: int, steps: int, settings: dict) -> Spread:
     """Seconds of the engine's steps, sampling and bookkeeping in them."""
-    length = context + WARM_UPS + steps + 1
+    step_tokens = max(256, min(batch * context, PROMPT_STEP_TOKENS))
+    lead = -(-batch * context // step_tokens)  # steps of prompts: the first rows decode meanwhile, and must not end
+    answer = lead + WARM_UPS + steps
     kv_format = settings.get("kv_format", native_format(model.dtype))
-    blocks = batch * (-(-length // 16) + 1)
+    blocks = batch * (-(-(context + answer) // 16) + 1)
     engine = Engine(
-        model, max_batch=batch, max_context=length, prefix_cache=False,
+        model, max_batch=batch, max_context=context + answer, max_step_tokens=step_tokens, prefix_cache=False,
         kv_memory=blocks * 16 * kv_bytes_per_token(model.config, kv_format), **settings,
     )
     for prompt in prompts(model.config.vocab_size, batch, context):
-        engine.add(prompt, SamplingParams(max_tokens=WARM_UPS + steps + 1, ignore_eos=True))
+        engine.add(prompt, SamplingParams(max_tokens=answer, ignore_eos=True))
     while engine.has_work:
         engine.step()
-    # where prompts needed several steps, some rows begin to decode, and so end, before others: only full steps count
-    full = [s.duration for s in engine.records.steps if s.decode_tokens == batch == s.rows]
-    return Spread.of(full[WARM_UPS:] or full, warmups=WARM_UPS)
+    full = [step.duration for step in engine.records.steps if step.decode_tokens == batch]
+    return Spread.of(full[WARM_UPS:][:steps] or full, warmups=WARM_UPS)
 
 
 @torch.inference_mode()
 def their_steps(reference, batch: int, context: int, steps: int) -> Spread:
-    """Seconds a step of `generate`: the difference between a long and a short answer, over its tokens."""
+    """Seconds between the logits of one step of `generate` and those of the next."""
     ids = torch.tensor(prompts(reference.config.vocab_size, batch, context), device=reference.device)
+    synchronize, times = getattr(torch, reference.device.type).synchronize, []
 
-    def answer(tokens: int) -> None:
-        reference.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
-            do_sample=False, eos_token_id=None, pad_token_id=0,
-        )
+    def note_time(_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        synchronize()
+        times.append(time.perf_counter())
+        return logits
 
-    short = time_seconds(lambda: answer(1), reference.device, warmups=1, repeats=3).median
-    long = time_seconds(lambda: answer(1 + steps), reference.device, warmups=1, repeats=3)
-    return Spread(*((t - short) / steps for t in (long.min, long.median, long.max)), repeats=3, warmups=1)
+    tokens = WARM_UPS + steps + 1
+    reference.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
+        do_sample=False, eos_token_id=None, pad_token_id=0, logits_processor=[note_time],
+    )
+    return Spread.of([after - before for before, after in pairwise(times)][WARM_UPS:], warmups=WARM_UPS)
 
 
 def prompts(vocabulary: int, batch: int, tokens: int) -> list[list[int]]:
