@@ -35,7 +35,7 @@ def make_solution(exercise: Exercise) -> NotebookNode:
         "kernelspec": KERNEL, "language_info": {"name": "python"}, "minillm": {"exercise": exercise.name},
     })
     title, rest = notebook.cells[0].source.split("\n", 1)
-    notebook.cells[0].source = f"{title}\n\n{exercise.facts}\n{rest}"
+    notebook.cells[0].source = f"{title}\n\n{exercise.facts}\n\n{help_line(exercise)}\n{rest}"
     for i, cell in enumerate(notebook.cells):
         grading = grading_metadata(exercise, cell)
         name = grading["grade_id"] if grading else f"cell_{i}"
@@ -48,6 +48,15 @@ def make_solution(exercise: Exercise) -> NotebookNode:
         cell.id = name.replace("_", "-")
     nbformat.validate(notebook)
     return notebook
+
+
+def help_line(exercise: Exercise) -> str:
+    """What stands in every notebook about its checks."""
+    name = exercise.tasks[0].name
+    return (
+        "Write your code where `NotImplementedError` is raised, and run the check below it: it says what is probably "
+        f'wrong. Stuck? `hint("{name}")`, with a check\'s name, gives a nudge; `level=2` and `level=3` say more.'
+    )
 
 
 def make_stub(exercise: Exercise) -> NotebookNode:

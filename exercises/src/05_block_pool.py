@@ -62,9 +62,6 @@ class BlockPool:
 check("block_pool", BlockPool)
 
 # %% [markdown]
-# Stuck? `hint("block_pool")` gives a nudge; with `level=2` and `level=3` it says more.
-
-# %% [markdown]
 # ## The table
 #
 # One request's table is the list of its blocks, in the order of its tokens: with blocks of 4, tokens 0 to 3 lie in

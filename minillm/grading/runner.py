@@ -248,7 +248,7 @@ def isolate(folder: Path, limits: Limits) -> None:
     """Leave what belongs to the person who grades: terminal, environment, folder; and take the limits on."""
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     os.environ.clear()
-    os.environ.update(kept, HOME=str(folder), MPLBACKEND="Agg", TQDM_DISABLE="1")
+    os.environ.update(kept, HOME=str(folder), MPLBACKEND="Agg", TQDM_DISABLE="1", CUDA_VISIBLE_DEVICES="")
     os.chdir(folder)
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
