@@ -26,6 +26,7 @@ import math
 import os
 import random
 import signal
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,7 @@ from typing import Any
 
 import torch
 
-OURS = str(Path(__file__).resolve().parent)  # the frames of a traceback that would quote a check
+PACKAGE = str(Path(__file__).resolve().parents[1])
 CHECK_SECONDS = 10.0  # of processor time; a right answer takes milliseconds
 RUNNING_NOTEBOOK = False  # set by the grader while it runs a submission's cells: it does the checking itself
 
@@ -221,7 +222,9 @@ def run_check(check: Check, answer: Any, seconds: float = CHECK_SECONDS) -> Outc
     except MemoryError:
         return Outcome(check.name, False, f"It ran out of memory: does a list grow for ever? {message}")
     except BaseException as error:
-        return Outcome(check.name, False, message, learners_traceback(error, check))
+        own = learners_frames(error, check)
+        raised = f"Your code raised {type(error).__name__}, see below. If that does not help: " if own else ""
+        return Outcome(check.name, False, raised + message, learners_traceback(error, check))
     return Outcome(check.name, True, margin=max(_margin, default=None))
 
 
@@ -230,11 +233,15 @@ NOT_WRITTEN = (
 )
 
 
+def learners_frames(error: BaseException, check: Check) -> list[traceback.FrameSummary]:
+    """The frames of a traceback that are neither ours, which would quote the check, nor a library's."""
+    others = (PACKAGE, check.run.__code__.co_filename, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
+
+
 def learners_traceback(error: BaseException, check: Check) -> str:
-    """The traceback without our own frames, which would quote the check."""
-    ours = (OURS, check.run.__code__.co_filename)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
-    last = traceback.format_exception_only(error)
+    """The learner's own lines of the traceback, and the error."""
+    frames, last = learners_frames(error, check), traceback.format_exception_only(error)
     if not frames:
         return "What came back could not be used:\n" + "".join(last)
     return "".join(["Traceback, your own lines:\n", *traceback.format_list(frames), *last])
