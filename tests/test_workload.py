@@ -105,6 +105,13 @@ def test_shared_prefix_is_shared_to_the_last_token_at_any_scale():
         assert len({tuple(item.prompt_ids) for item in items}) == 8
 
 
+def test_an_unknown_setting_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match="workload .peers. has no rate; it has requests, scale, seed"):
+        make_workload("peers", rate=3.0)
+    with pytest.raises(ValueError, match="workload .trace. needs path"):
+        make_workload("trace")
+
+
 def test_trace_reads_dates_and_seconds(tmp_path):
     dates = tmp_path / "dates.csv"
     dates.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n"

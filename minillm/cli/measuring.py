@@ -6,7 +6,8 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from minillm.cli.common import add_model, add_outputs, bar, write, write_json
+from minillm.cli.common import add_model, add_outputs, bar, print_summary, write, write_json
+from minillm.model.source import DEFAULT
 
 OVERHEAD_COLUMNS = {
     "batch_rows": "rows", "queued": "queued", "step_ms": "step ms", "min_ms": "min", "max_ms": "max",
@@ -136,19 +137,28 @@ def _claims(arguments) -> int:
 
 
 def add_bench(commands) -> None:
-    parser = commands.add_parser("bench", help="run a workload, if you like beside transformers")
+    parser = commands.add_parser("bench", help="run a workload: here, beside transformers, or on a server")
     parser.add_argument("workload", nargs="?", default="peers",
                         help="decode: steps by batch, beside the device's limits; or one of minillm.measure.workload "
                              "(default: peers)")
     add_model(parser)
-    parser.add_argument("--against", choices=["transformers"], help="run it too, in turns, in this process")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--against", choices=["transformers"], help="run it too, in turns, in this process")
+    where.add_argument("--url", help="run it there instead: an OpenAI-compatible server, up to and with /v1")
     parser.add_argument("--requests", type=int, help="how many (default: the workload's own number)")
     parser.add_argument("--scale", type=float, default=1.0, help="shrink all lengths by this factor")
+    parser.add_argument("--trace", metavar="FILE", help="with the workload `trace`: a CSV of arrival and lengths")
     parser.add_argument("--repeats", type=int, default=3, help="of each engine; the median is shown (default: 3)")
     parser.add_argument("--batch", default="1,8,32", metavar="N,N,...", help="of decode (default: 1,8,32)")
     parser.add_argument("--context", type=int, default=128, help="tokens before a step of decode (default: 128)")
     parser.add_argument("--steps", type=int, default=16, help="of decode, timed for each batch (default: 16)")
     parser.add_argument("--kv-format", default="auto", help="of decode, as in Engine (default: auto)")
+    server = parser.add_argument_group("with --url")
+    server.add_argument("--rate", type=float, help="requests a second, of an open loop (default: the workload's own)")
+    server.add_argument("--clients", type=int, help="a closed loop of so many, in place of arrivals")
+    server.add_argument("--text", action="store_true", help=f"send prompts as text, spelled by {DEFAULT}'s tokenizer")
+    server.add_argument("--patience-s", type=float, default=60.0, help="silence after which a request has stalled")
+    server.add_argument("--label", help="the server's name in what is saved (default: its URL)")
     add_outputs(parser)
     parser.set_defaults(run=_bench)
 
@@ -156,18 +166,24 @@ def add_bench(commands) -> None:
 def _bench(arguments) -> int:
     from minillm.measure.bench import bench
     from minillm.measure.decode_bench import decode_bench
+    from minillm.show.live import Gauges, on_terminal
     from minillm.show.tables import text_table
 
+    asked = {"requests": arguments.requests, "rate": arguments.rate, "path": arguments.trace}
+    settings = {name: value for name, value in asked.items() if value is not None} | {"scale": arguments.scale}
+    if arguments.url:
+        return _bench_server(arguments, settings)
+    if arguments.rate or arguments.clients:
+        raise ValueError("--rate and --clients are for --url: here all requests come at once")
     if arguments.workload == "decode":
         result = decode_bench(
             arguments.model, whole_numbers("--batch", arguments.batch), arguments.context, arguments.steps,
             arguments.against, bar, **({} if arguments.kv_format == "auto" else {"kv_format": arguments.kv_format}),
         )
     else:
-        result = bench(
-            arguments.workload, arguments.model, arguments.against, arguments.requests, arguments.scale,
-            arguments.repeats, bar,
-        )
+        with on_terminal(arguments.workload) as show:
+            settings["watch"] = Gauges(show)
+            result = bench(arguments.workload, arguments.model, arguments.against, arguments.repeats, bar, **settings)
     print(f"{arguments.workload} on {arguments.model}, {result.provenance.dtype}, {result.provenance.device}")
     print(text_table(result.rows, DECODE_COLUMNS if arguments.workload == "decode" else BENCH_COLUMNS))
     write(arguments, result, {"device": result.provenance.device, "model": arguments.model, "rows": result.rows})
@@ -180,6 +196,33 @@ def whole_numbers(option: str, text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"{option} {text!r}: give whole numbers with commas, such as 1,8,32") from None
+
+
+def _bench_server(arguments, settings: dict) -> int:
+    """Status 1 if no request was answered."""
+    from minillm.measure.client import Server, bench_server, save_row, server_row
+    from minillm.measure.workload import make_workload
+    from minillm.model.tokenizer import load_tokenizer
+    from minillm.show.live import on_terminal
+
+    items = make_workload(arguments.workload, **settings)
+    text_of = load_tokenizer().decode if arguments.text else None
+    server = Server(arguments.url.rstrip("/"), arguments.model, arguments.patience_s, text_of)
+    with on_terminal(f"{arguments.workload}, {len(items)} requests") as show:
+        found = bench_server(server, items, arguments.clients, show)
+    loop = f"closed loop, {arguments.clients} clients" if arguments.clients else "open loop"
+    print(f"{arguments.workload} on {arguments.model} at {server.url}, {loop}; times as the client saw them")
+    print_summary(found)
+    print(f"{found['failed']:,} of {len(items):,} requests failed, and are in no figure above"
+          + "".join(f"; {kind}: {number:,}" for kind, number in found["faults"].items()))
+    if found["short_answers"]:
+        print(f"{found['short_answers']:,} answers were not as long as asked: the server does not know ignore_eos")
+    if arguments.save:
+        row = server_row(found, arguments.label or server.url, arguments.workload, arguments.model, loop)
+        print(f"saved {save_row(row)}")
+    if arguments.json:
+        write_json(arguments.json, {"url": server.url, "workload": arguments.workload, "loop": loop, **found})
+    return 1 if found["failed"] == len(items) else 0
 
 
 # -- overhead -------------------------------------------------------------------------------------

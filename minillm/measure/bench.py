@@ -13,6 +13,7 @@ from minillm.ladder.quantized import native_format
 from minillm.measure.measurement import Measurement, Spread, provenance
 from minillm.measure.reference import load_reference
 from minillm.measure.roofline import Ceilings, StepWork, least_work, measure_ceilings
+from minillm.measure.setting import Progress, silent
 from minillm.measure.virtual import shape_of
 from minillm.measure.workload import WorkItem, make_workload, play
 from minillm.model.weights import load_model
@@ -26,19 +27,20 @@ def bench(
     workload: str,
     model_name: str,
     against: str | None = None,
-    requests: int | None = None,
-    scale: float = 1.0,
     repeats: int = 3,
-    progress=None,
+    progress: Progress = silent,
+    watch: Callable[[Engine], None] | None = None,
+    **settings,
 ) -> Measurement:
     """Output tokens per second of a workload, all requests at once: median of `repeats`, engines in turns.
 
     against: "transformers" adds its `generate` with static batches of 8, and its continuous
     batching with a cache sized to the work, both warmed, reading the very same weights.
+    watch: called with our engine after each of its steps. `settings` are the workload's.
     """
-    items = make_workload(workload, scale=scale, **({"requests": requests} if requests else {}))
+    items = make_workload(workload, **settings)
     model = load_model(model_name)
-    ours = OurEngine(model)
+    ours = OurEngine(model, watch)
     engines: dict[str, Callable[[Sequence[WorkItem]], Run]] = {"minillm": ours}
     if against:
         reference = load_reference(model_name, model)
@@ -78,12 +80,12 @@ def _take_turns(engines, items, repeats: int, progress) -> dict[str, list[float]
 class OurEngine:
     """Runs items on an engine, and keeps the last run's steps: what they needed at the least."""
 
-    def __init__(self, model) -> None:
-        self.model = model
+    def __init__(self, model, watch: Callable[[Engine], None] | None = None) -> None:
+        self.model, self.watch = model, watch
 
     def __call__(self, items: Sequence[WorkItem]) -> Run:
         engine, start = Engine(self.model), time.perf_counter()
-        outputs = play(engine, items, clients=len(items))
+        outputs = play(engine, items, len(items), self.watch)
         self.seconds, self.steps = time.perf_counter() - start, engine.records.steps
         return sum(map(len, outputs)), self.seconds
 

@@ -53,7 +53,7 @@ def latencies(requests: Iterable[RequestRecord]) -> dict[str, dict]:
     """Distributions, in seconds, over the finished requests among these (all of a run, or one kind of customer)."""
     answered = [r for r in requests if r.finish_reason not in (None, "abort") and r.token_times]
     values = {
-        "queue_s": [r.first_scheduled - r.arrival for r in answered],
+        "queue_s": [r.first_scheduled - r.arrival for r in answered if r.first_scheduled is not None],
         "ttft_s": [r.first_token - r.arrival for r in answered],
         "itl_per_token_s": [gap / tokens for r in answered for gap, tokens in step_gaps(r) for _ in range(tokens)],
         "itl_per_step_s": [gap for r in answered for gap, _ in step_gaps(r)],

@@ -13,9 +13,10 @@ from __future__ import annotations
 import csv
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from inspect import signature
 from pathlib import Path
 from statistics import NormalDist
 
@@ -47,17 +48,25 @@ class WorkItem:
 
 
 def make_workload(name: str, **settings) -> list[WorkItem]:
-    """A workload by name; ValueError lists the names. The settings are those of its function."""
+    """A workload by name; ValueError lists the names. The settings are those of its function, which it lists too."""
     if name not in WORKLOADS:
         raise ValueError(f"unknown workload {name!r}; known: {', '.join(WORKLOADS)}")
+    known = signature(WORKLOADS[name]).parameters
+    if unknown := [setting for setting in settings if setting not in known]:
+        raise ValueError(f"workload {name!r} has no {', '.join(unknown)}; it has {', '.join(known)}")
+    if missing := [setting for setting, p in known.items() if p.default is p.empty and setting not in settings]:
+        raise ValueError(f"workload {name!r} needs {', '.join(missing)}")
     return WORKLOADS[name](**settings)
 
 
-def play(engine: Engine, items: Sequence[WorkItem], clients: int | None = None) -> list[list[int]]:
+def play(
+    engine: Engine, items: Sequence[WorkItem], clients: int | None = None, watch: Callable[[Engine], None] | None = None
+) -> list[list[int]]:
     """Serve a workload to its end; the output ids in the items' order. The figures are in `engine.records`.
 
     clients: None plays the open loop, at the items' arrival times from now. A number plays
-    the closed loop with so many clients, and ignores the arrival times.
+    the closed loop with so many clients, and ignores the arrival times. watch: called after
+    each step.
     """
     start = engine.clock.now()
     coming = deque(sorted(range(len(items)), key=lambda i: items[i].arrival))
@@ -75,6 +84,8 @@ def play(engine: Engine, items: Sequence[WorkItem], clients: int | None = None) 
             outputs[asked[event.request_id]] += event.token_ids
             if event.finished:
                 del asked[event.request_id]
+        if watch:
+            watch(engine)
     return outputs
 
 

@@ -1,0 +1,241 @@
+"""The same workloads on any server that speaks OpenAI's streaming completions, and the same metrics.
+
+vLLM, SGLang, TGI and llama.cpp do. All times are the client's: from the moment at which a
+request was due until its events arrived. A request that fails is counted under what went
+wrong, and is in no average and in no sum of tokens.
+
+    refused      nobody accepted the connection
+    server error the server answered with an error, at once or inside the stream; its code is named
+    stalled      nothing came for `patience_s`
+    malformed    an event that is no JSON, or not of the shape of a completion
+    cut off      the stream ended before the answer did
+
+A server may send several tokens in one event, or none with it, while a character is still
+incomplete. Servers that can are asked to count along (vLLM: `continuous_usage_stats`); of
+the others each event with text is taken for one token, and what the count at the end has
+beyond that is added to the last event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from minillm.ladder.records import Records, RequestRecord
+from minillm.measure import metrics
+from minillm.measure.measurement import MEASUREMENTS, Measurement, device_name, measurement_path, provenance
+from minillm.measure.workload import WorkItem
+
+OnChange = Callable[[dict], None]
+
+
+class Fault(Exception):
+    """What went wrong with one request: its kind, as counted."""
+
+
+@dataclass
+class Server:
+    """Where to ask, and how. `text_of` turns ids into a prompt of text, for servers that take no ids.
+
+    patience_s: without an event for so long, a request has stalled.
+    """
+
+    url: str  # up to and with /v1
+    model: str
+    patience_s: float = 60.0
+    text_of: Callable[[Sequence[int]], str] | None = None
+
+    def body(self, item: WorkItem) -> dict:
+        """The request: greedy, and as many tokens as the workload says, whatever the model would say to that."""
+        prompt = list(item.prompt_ids) if self.text_of is None else self.text_of(item.prompt_ids)
+        return {
+            "model": self.model, "prompt": prompt, "max_tokens": item.output_tokens, "temperature": 0,
+            "ignore_eos": True, "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+
+
+@dataclass
+class Run:
+    """What came of a workload: lives of the requests that were answered, faults by kind, and when it began and ended.
+
+    `short` counts answers with other than the asked number of tokens: a server that does not
+    know `ignore_eos` ends where the model does.
+    """
+
+    lives: list[RequestRecord] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+    short: int = 0
+    began: float = 0.0
+    ended: float = 0.0
+
+    def records(self) -> Records:
+        """As an engine's records, without its steps: what `metrics.summary` takes."""
+        records = Records("all")
+        records.requests = sorted(self.lives, key=lambda life: life.finish)
+        for life in self.lives:
+            records.totals["output_tokens"] += life.output_tokens
+            records.totals[f"finished_{life.finish_reason}"] += 1
+        records.began, records.ended = self.began, self.ended
+        return records
+
+
+def bench_server(
+    server: Server, items: Sequence[WorkItem], clients: int | None = None, on_change: OnChange | None = None
+) -> dict:
+    """`metrics.summary` of the workload on the server, with `faults`, `short_answers` and `mean_in_flight`.
+
+    clients: of a closed loop; None plays the open loop at the items' arrival times.
+    on_change: called with {"done", "failed", "in_flight", "tokens", "seconds"} at each event.
+    """
+    run = asyncio.run(play(server, items, clients, on_change))
+    found = metrics.summary(run.records())
+    waited = sum(life.finish - life.arrival for life in run.lives)
+    return {
+        **found, "faults": dict(run.faults), "failed": run.faults.total(), "short_answers": run.short,
+        "mean_in_flight": waited / found["span_s"] if found["span_s"] else None,  # Little's law
+    }
+
+
+async def play(
+    server: Server, items: Sequence[WorkItem], clients: int | None = None, on_change: OnChange | None = None
+) -> Run:
+    """Send the workload; every request ends in `lives` or in `faults`."""
+    run, state = Run(), Counter()
+    order = sorted(range(len(items)), key=lambda i: items[i].arrival)
+
+    def changed(**by: int) -> None:
+        state.update(by)
+        if on_change:
+            on_change({**state, "seconds": time.perf_counter() - run.began})
+
+    async def ask(http: httpx.AsyncClient, index: int, due: float) -> None:
+        changed(in_flight=1)
+        try:
+            run.lives.append(await answer(http, server, items[index], index, due, lambda n: changed(tokens=n)))
+            run.short += run.lives[-1].output_tokens != items[index].output_tokens
+            changed(in_flight=-1, done=1)
+        except Fault as fault:
+            run.faults[str(fault)] += 1
+            changed(in_flight=-1, failed=1)
+
+    async def arrive(http: httpx.AsyncClient, index: int) -> None:
+        due = run.began + items[index].arrival
+        await asyncio.sleep(due - time.perf_counter())
+        await ask(http, index, due)
+
+    async def client(http: httpx.AsyncClient, coming) -> None:
+        for index in coming:
+            await ask(http, index, time.perf_counter())
+
+    limits = httpx.Limits(max_connections=None)
+    patience = httpx.Timeout(server.patience_s)
+    async with httpx.AsyncClient(timeout=patience, limits=limits, trust_env=False) as http:
+        coming, run.began = iter(order), time.perf_counter()
+        works = [arrive(http, i) for i in order] if clients is None else [client(http, coming) for _ in range(clients)]
+        await asyncio.gather(*works)
+    run.ended = max((life.finish for life in run.lives), default=time.perf_counter())
+    return run
+
+
+async def answer(
+    http: httpx.AsyncClient, server: Server, item: WorkItem, index: int, due: float, gave: Callable[[int], None]
+) -> RequestRecord:
+    """One request's life; Fault if it fails. gave: called with each number of new tokens."""
+    life = RequestRecord(index, due, len(item.prompt_ids))
+    try:
+        async with http.stream("POST", f"{server.url}/completions", json=server.body(item)) as response:
+            if response.status_code != 200:
+                raise Fault(f"server error {response.status_code}")
+            async for event in events(response):
+                before = life.output_tokens
+                read_event(event, life, time.perf_counter())
+                gave(life.output_tokens - before)
+    except httpx.ConnectError:
+        raise Fault("refused") from None
+    except httpx.TimeoutException:
+        raise Fault("stalled") from None
+    except httpx.TransportError:
+        raise Fault("cut off") from None
+    if life.finish_reason is None:
+        raise Fault("cut off")
+    if not life.token_times:
+        raise Fault("malformed: an answer without a token")
+    return life
+
+
+async def events(response: httpx.Response) -> AsyncIterator[dict]:
+    """The events of a stream (server-sent events: lines `data: ...`), up to `[DONE]`."""
+    async for line in response.aiter_lines():
+        name, _, data = line.partition(":")
+        if name != "data":  # an empty line, a comment, or another field
+            continue
+        if data.strip() == "[DONE]":
+            return
+        try:
+            event = json.loads(data)
+        except json.JSONDecodeError:
+            raise Fault("malformed: not JSON") from None
+        if not isinstance(event, dict):
+            raise Fault("malformed: not an object")
+        yield event
+
+
+def read_event(event: dict, life: RequestRecord, now: float) -> None:
+    """Note what an event brings: new tokens, the end, the count so far. Fault for one that is none."""
+    if "error" in event:
+        raise Fault("server error in the stream")
+    choices, usage = event.get("choices"), event.get("usage")
+    if not isinstance(choices, list) or not (choices or usage):
+        raise Fault("malformed: no choices")
+    text = ""
+    for choice in choices:
+        if not isinstance(choice, dict) or not isinstance(choice.get("text"), str):
+            raise Fault("malformed: a choice without text")
+        text += choice["text"]
+        life.finish_reason = choice.get("finish_reason") or life.finish_reason
+        life.finish = now
+    if not usage:
+        life.token_times += [now] * bool(text)
+        return
+    told = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    if not isinstance(told, int) or told < 0:
+        raise Fault("malformed: no count of tokens")
+    # tokens that only the last count tells of came with the text before it
+    late = life.finish_reason and not text and life.token_times
+    life.token_times += [life.token_times[-1] if late else now] * (told - life.output_tokens)
+    del life.token_times[told:]
+
+
+# -- what is kept ---------------------------------------------------------------------------------
+
+
+def server_row(found: dict, label: str, workload: str, model: str, loop: str) -> dict:
+    """A run as a row of `bench_servers`."""
+    times = {
+        f"{name}_{percent}_ms": found[f"{key}_s"][percent] * 1e3
+        for name, key in (("ttft", "ttft"), ("itl", "itl_per_step"), ("latency", "latency"))
+        for percent in ("p50", "p99") if found[f"{key}_s"][percent] is not None
+    }
+    return {
+        "server": label, "model": model, "workload": workload, "loop": loop,
+        "requests": found["requests"]["finished"], "failed": found["failed"], "faults": found["faults"],
+        "short_answers": found["short_answers"], "output_tokens": found["output_tokens"],
+        "tokens_per_s": found["output_tokens_per_s"], "mean_in_flight": found["mean_in_flight"], **times,
+    }
+
+
+def save_row(row: dict, root: Path = MEASUREMENTS) -> Path:
+    """Put a row into this device's `bench_servers`, in place of an earlier one of the same run."""
+    name, same = "bench_servers", ("server", "model", "workload", "loop")
+    path = measurement_path(device_name("cpu"), name, root)
+    rows = Measurement.load(device_name("cpu"), name, root).rows if path.exists() else []
+    rows = [old for old in rows if any(old[key] != row[key] for key in same)]
+    return Measurement(name, provenance("see rows", "see rows", "cpu", 0, None), [*rows, row]).save(root)

@@ -1,0 +1,126 @@
+"""What a server does while it does it: a line in a terminal, an updating plot in a notebook.
+
+    with on_terminal("chat") as show:               # or on_page()
+        play(engine, items, watch=Gauges(show))
+
+Both are silent where nobody looks: a line only on a terminal, and in CI, or with TQDM_DISABLE
+set, a plot is drawn once, at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+from minillm.ladder.engine import Engine
+
+Show = Callable[[dict], None]
+EVERY_S = 0.25  # between two looks
+
+
+class Gauges:
+    """Call it with the engine after each step: now and then it reads the gauges, keeps them, and shows them.
+
+    A reading: seconds since the first call, tokens given so far, tokens/s since the reading
+    before, running, waiting, and the share of the cache that is held. The seconds are the
+    engine's own, the looks are spaced by the wall clock, so that virtual time can be watched too.
+    """
+
+    def __init__(self, show: Show, every_s: float = EVERY_S) -> None:
+        self.show, self.every_s = show, every_s
+        self.readings: list[dict] = []
+        self.began: float | None = None
+        self.looked = -float("inf")
+
+    def __call__(self, engine: Engine) -> None:
+        if time.perf_counter() - self.looked < self.every_s and engine.has_work:  # the last step is always read
+            return
+        self.looked, now, stats = time.perf_counter(), engine.clock.now(), engine.stats()
+        self.began = now if self.began is None else self.began
+        tokens, before = engine.records.totals["output_tokens"], self.readings[-1] if self.readings else None
+        seconds = now - self.began
+        passed = seconds - before["seconds"] if before else 0.0
+        self.readings.append({
+            "seconds": seconds, "tokens": tokens,
+            "tokens_per_s": (tokens - before["tokens"]) / passed if passed > 0 else None,
+            "running": stats.running, "waiting": stats.waiting,
+            "kv_share": stats.blocks_live / (stats.blocks_live + stats.blocks_cached + stats.blocks_free),
+        })
+        self.show(self.readings[-1])
+
+
+def line(reading: dict) -> str:
+    """One reading in words, of an engine or of a client (`measure/client.py`), which sees less."""
+    if "in_flight" in reading or "done" in reading:
+        speed = reading.get("tokens", 0) / max(reading["seconds"], 1e-9)
+        return (f"{speed:,.0f} tokens/s, {reading.get('in_flight', 0)} in flight, {reading.get('done', 0)} done, "
+                f"{reading.get('failed', 0)} failed")
+    speed = reading["tokens_per_s"]
+    return (f"{'-' if speed is None else format(speed, ',.0f')} tokens/s, {reading['running']} running, "
+            f"{reading['waiting']} waiting, {reading['kv_share']:.0%} of the cache held")
+
+
+@contextmanager
+def on_terminal(label: str) -> Iterator[Show]:
+    """A line on stderr that is written over and over, if that is a terminal; gone at the end."""
+    with tqdm(desc=label, bar_format="{desc}", leave=False, disable=None, mininterval=EVERY_S, file=sys.stderr) as bar:
+        shown = -float("inf")
+
+        def show(reading: dict) -> None:
+            nonlocal shown
+            if not bar.disable and time.perf_counter() - shown >= EVERY_S:
+                shown = time.perf_counter()
+                bar.set_description_str(f"{label}: {line(reading)}")
+
+        yield show
+
+
+def watched() -> bool:
+    """Whether somebody looks while it runs."""
+    return not (os.environ.get("CI") or os.environ.get("TQDM_DISABLE"))
+
+
+@contextmanager
+def on_page() -> Iterator[Show]:
+    """A plot in a notebook that grows as readings come: tokens/s, running and waiting, cache held."""
+    import matplotlib.pyplot as plt
+    from IPython.display import display
+
+    figure, axes = plt.subplots(3, 1, sharex=True, figsize=(7, 5), layout="constrained")
+    readings: list[dict] = []
+    handle = display(figure, display_id=True) if watched() else None
+
+    def show(reading: dict) -> None:
+        readings.append(reading)
+        if handle is not None:
+            draw(axes, readings)
+            handle.update(figure)
+
+    try:
+        yield show
+    finally:
+        draw(axes, readings)
+        if handle is None:
+            display(figure)
+        else:
+            handle.update(figure)
+        plt.close(figure)  # else the notebook shows it once more
+
+
+def draw(axes, readings: list[dict]) -> None:
+    """Readings as three panels over the seconds."""
+    panels = (("tokens/s", ("tokens_per_s",)), ("requests", ("running", "waiting")), ("cache held", ("kv_share",)))
+    for axis, (title, keys) in zip(axes, panels, strict=True):
+        axis.clear()
+        for key in keys:
+            known = [(reading["seconds"], reading[key]) for reading in readings if reading[key] is not None]
+            axis.plot([at for at, _ in known], [value for _, value in known], label=key)
+        axis.set_ylabel(title)
+        axis.set_ylim(bottom=0)
+    axes[1].legend(loc="upper right")
+    axes[-1].set_xlabel("seconds")

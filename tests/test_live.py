@@ -1,0 +1,79 @@
+"""The live view shows what the engine's own gauges say, and nothing where nobody looks."""
+
+from __future__ import annotations
+
+import io
+
+import matplotlib.pyplot as plt
+import pytest
+from fakes import fake_engine
+
+from minillm.measure.workload import WorkItem, play
+from minillm.show import live
+
+
+def items(number: int = 6) -> list[WorkItem]:
+    return [WorkItem(0.0, [i, 1, 2, 3], 5) for i in range(number)]
+
+
+def test_readings_are_the_engine_s_gauges():
+    engine, shown = fake_engine(max_batch=2, seconds=0.5), []
+    gauges = live.Gauges(shown.append, every_s=0.0)
+    play(engine, items(), clients=6, watch=gauges)
+    assert shown == gauges.readings and len(shown) == len(engine.records.steps)
+    tokens = [reading["tokens"] for reading in shown]
+    assert tokens[-1] == engine.records.totals["output_tokens"] == 30 and tokens == sorted(tokens)
+    assert max(reading["running"] for reading in shown) == 2 and shown[0]["waiting"] == 4
+    assert [reading["tokens_per_s"] for reading in shown[1:4]] == [4.0] * 3  # two rows, a step of half a second
+    assert 0 < shown[0]["kv_share"] < 1 and shown[-1]["kv_share"] == 0
+
+
+def test_looks_are_spaced_and_the_last_step_is_read():
+    shown = []
+    play(fake_engine(max_batch=2), items(), clients=6, watch=live.Gauges(shown.append, every_s=3600))
+    assert [reading["tokens"] for reading in shown] == [2, 30]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_a_line_is_written_on_a_terminal_alone(stream, monkeypatch):
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    monkeypatch.setattr(live.sys, "stderr", stream())
+    with live.on_terminal("chat") as show:
+        show({"tokens_per_s": 1234.5, "running": 3, "waiting": 2, "kv_share": 0.5})
+    written = live.sys.stderr.getvalue()
+    if stream is Terminal:
+        assert "chat: 1,234 tokens/s, 3 running, 2 waiting, 50% of the cache held" in written
+    else:
+        assert written == ""
+
+
+def test_a_client_s_line_says_what_a_client_sees():
+    line = live.line({"seconds": 2.0, "tokens": 100, "in_flight": 3, "done": 4, "failed": 1})
+    assert line == "50 tokens/s, 3 in flight, 4 done, 1 failed"
+
+
+@pytest.mark.parametrize("ci", [False, True])
+def test_a_plot_grows_as_readings_come_and_in_ci_is_drawn_once(ci, monkeypatch):
+    shown = []
+
+    class Handle:
+        def update(self, figure) -> None:
+            shown.append([len(line.get_xdata()) for line in figure.axes[1].lines])
+
+    def display(figure, display_id=False):
+        shown.append([len(line.get_xdata()) for line in figure.axes[1].lines])
+        return Handle()
+
+    monkeypatch.setattr("IPython.display.display", display)
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    monkeypatch.setenv("CI", "1") if ci else monkeypatch.delenv("CI", raising=False)
+    open_before = plt.get_fignums()
+    with live.on_page() as show:
+        play(fake_engine(max_batch=2), items(2), clients=2, watch=live.Gauges(show, every_s=0.0))
+    assert shown == ([[5, 5]] if ci else [[], *[[n, n] for n in (1, 2, 3, 4, 5, 5)]])
+    assert plt.get_fignums() == open_before
