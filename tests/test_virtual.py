@@ -4,7 +4,6 @@ import time
 from dataclasses import replace
 
 import pytest
-import torch
 from tiny import random_tensors, tiny_config
 
 from minillm.ladder.engine import Engine
@@ -13,6 +12,7 @@ from minillm.ladder.records import Records
 from minillm.ladder.request import SamplingParams
 from minillm.measure import metrics
 from minillm.measure.fleet import least_loaded, round_robin, run_until, serve, serve_disaggregated
+from minillm.measure.prediction import clock_for
 from minillm.measure.roofline import StepShape, least_work, read_numbers
 from minillm.measure.simulation import worked_example_rows
 from minillm.measure.virtual import (
@@ -206,42 +206,29 @@ def test_too_short_a_run_is_refused():
         fit(Records("summary"), SMALL, "bf16", 1000)
 
 
-class ProcessorClock:
-    """This thread's time on the processor, so that neighbours on the machine do not show; waiting is skipped."""
-
-    def __init__(self):
-        self.skipped = -time.thread_time()
-
-    def now(self):
-        return time.thread_time() + self.skipped
-
-    def wait_until(self, moment):
-        self.skipped += max(0.0, moment - self.now())
-
-
 @pytest.mark.slow  # not for its length: where others keep the memory busy, no run is like another
 def test_fitted_to_one_real_run_it_predicts_another():
     """Throughput within 5 %, p50 latencies within 10 %. A neighbour may spoil a sitting: one of three must do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        sittings = []
-        for _ in range(3):
-            sittings.append(one_sitting())
-            if all(abs(t) < 0.05 and abs(ttft) < 0.1 and abs(itl) < 0.1 for t, ttft, itl in sittings[-1]):
-                return
-        pytest.fail(f"errors of throughput, TTFT and ITL on two loads, in three sittings: {sittings}")
-    finally:
-        torch.set_num_threads(threads)
+    sittings = []
+    for _ in range(3):
+        sittings.append(one_sitting())
+        if all(abs(t) < 0.05 and abs(ttft) < 0.1 and abs(itl) < 0.1 for t, ttft, itl in sittings[-1]):
+            return
+    pytest.fail(f"errors of throughput, TTFT and ITL on two loads, in three sittings: {sittings}")
 
 
 def one_sitting():
+    with clock_for(gpu=False) as clock:
+        return errors_of_two_loads(clock)
+
+
+def errors_of_two_loads(clock):
     config = tiny_config(vocab_size=12_000, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, head_dim=64)
     model = Llama(config, random_tensors(config))
     load = {"max_batch": 16, "max_step_tokens": 128, "kv_memory": 1 << 28}
 
     def real(items, clients=None):
-        engine = Engine(model, clock=ProcessorClock(), **load)
+        engine = Engine(model, clock=clock(), **load)
         play(engine, items, clients)
         return engine.records
 
