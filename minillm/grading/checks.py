@@ -143,10 +143,12 @@ class Result:
         """The table, then the first failure in words; its traceback, if there is one, stands last."""
         marks = {True: "  ok  ", False: "  NO  ", None: "  --  "}
         lines = [f"{self.task}: {self.points} of {len(self.outcomes)} checks pass"]
-        lines += [marks[outcome.passed] + outcome.check for outcome in self.outcomes]
+        waits = {None: " (waits for the first)"}
+        lines += [marks[outcome.passed] + outcome.check + waits.get(outcome.passed, "") for outcome in self.outcomes]
         if self.failed:
-            first = self.failed[0]
-            lines += ["", f"{first.check}:", f"  {first.message}"]
+            first, *others = self.failed
+            more = f" (mend this first; {len(others)} more may follow from it)" if others else ""
+            lines += ["", f"{first.check}:{more}", f"  {first.message}"]
             lines += [f"  {line}" for line in first.detail.splitlines()]
         return "\n".join(lines)
 

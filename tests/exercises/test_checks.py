@@ -57,7 +57,7 @@ def test_a_wrong_answer_names_the_mistake_and_the_place(double, capsys):
 def test_behind_a_failed_first_check_the_others_wait(double, capsys):
     result = check("double", lambda x: x)
     assert [outcome.passed for outcome in result.outcomes] == [False, None] and result.points == 0
-    assert "  --  doubles a fraction" in capsys.readouterr().out
+    assert "  --  doubles a fraction (waits for the first)" in capsys.readouterr().out
 
 
 def test_a_traceback_stands_last_and_holds_the_learners_lines_only(double, capsys):
@@ -75,6 +75,13 @@ def test_an_answer_of_the_wrong_kind_is_no_crash(double, capsys):
     for answer in (None, 7, lambda: 1, lambda x: None, lambda x: "a"):
         assert not check("double", answer).passed
     assert "42" not in capsys.readouterr().out
+
+
+def test_of_several_failures_the_first_is_explained(double, capsys):
+    double.check("doubles nothing", mistake="It adds.", look="'Doubling'")(lambda f: expect(f(0) == 0, "double(0)"))
+    check("double", lambda x: 2 * int(x) + (x == 0))
+    out = capsys.readouterr().out
+    assert "doubles a fraction: (mend this first; 1 more may follow from it)" in out and "It adds." not in out
 
 
 def test_an_unwritten_answer_says_what_to_do(double, capsys):
