@@ -4,7 +4,8 @@
 # Before you measure a server, work out what it must do at the least. Five sums are enough: the weights, the cache, the
 # bytes and the FLOPs of a decode step, and how many requests fit into memory.
 #
-# **To look at**: notebook 1, "The bytes of a token"; in the package `minillm/measure/roofline.py` and `capacity.py`.
+# **To look at**: notebook 0, "What a step must do"; notebook 1, "The bytes of a token"; in the package
+# `minillm/measure/roofline.py` and `minillm/measure/capacity.py`.
 
 # %%
 import minillm

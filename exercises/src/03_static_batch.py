@@ -4,7 +4,7 @@
 # A static batch is filled once, and ends with its longest row. Until then a row that has finished stays in every
 # forward pass. Here you play that policy through without a model, and count what it costs.
 #
-# **To look at**: notebook 2, above all what it says about idle slots; in the package `minillm/ladder/static.py`.
+# **To look at**: notebook 2, "Idle slot-steps"; in the package `minillm/ladder/static.py`.
 
 # %%
 from minillm.grading import check, hint

@@ -4,7 +4,8 @@
 # A static batch decides once who is in it. Here you write the scheduler that decides again at every step: who has
 # ended leaves at once, who waits joins at once, and a long prompt is fed in chunks so that nobody else stands still.
 #
-# **To look at**: notebook 3, above all the scheduler on its page; in the package `minillm/ladder/continuous.py`.
+# **To look at**: notebook 3, "Build: two policies" and "A long prompt among streams"; in the package
+# `minillm/ladder/continuous.py`.
 
 # %%
 from collections import deque

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -190,10 +188,15 @@ def test_a_solution_notebook_runs_from_top_to_bottom(exercise, monkeypatch, tmp_
     assert not answers.failed, answers.failed
 
 
-def test_the_notebooks_name_files_and_chapters_that_exist():
-    root = Path(os.path.dirname(FOLDER))
-    for exercise in EXERCISES:
-        text = (FOLDER / "src" / f"{exercise.name}.py").read_text(encoding="utf-8")
-        for name in re.findall(r"`(minillm/[\w/]+\.py)`", text):
-            assert (root / name).is_file(), f"{exercise.name} names {name}"
-        assert re.fullmatch(r"\d\d_\w+", exercise.chapter)
+@pytest.mark.parametrize("exercise", EXERCISES, ids=[exercise.name for exercise in EXERCISES])
+def test_what_an_exercise_says_to_look_at_exists(exercise):
+    """Files of the package by their paths, and parts of the course's notebooks by number and heading."""
+    text = (FOLDER / "src" / f"{exercise.name}.py").read_text(encoding="utf-8")
+    for name in re.findall(r"`(minillm/[\w/]+\.py)`", text):
+        assert (FOLDER.parent / name).is_file(), name
+    look = re.search(r"\*\*To look at\*\*(.*?)\n\n", text.replace("\n# ", " "), flags=re.DOTALL)[1]
+    for number, parts in re.findall(r"notebook (\d+), ([^;.]+)", look):
+        (source,) = (FOLDER.parent / "notebooks" / "src").glob(f"{int(number):02}_*.py")
+        headings = re.findall(r"^# #+ (.+)$", source.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        named = re.findall(r'"(.+?)"', parts)
+        assert named and set(named) <= set(headings), f"{named} in {headings}"
