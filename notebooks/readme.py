@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from minillm.cli import BENCH_COLUMNS, LADDER_COLUMNS
+from minillm.cli.measuring import BENCH_COLUMNS
+from minillm.cli.running import LADDER_COLUMNS
+from minillm.measure.claims import as_markdown, find_all
 from minillm.measure.measurement import Measurement
 from minillm.show.plots import bars
 from minillm.show.recorded import recorded
@@ -13,6 +15,7 @@ from minillm.show.recorded import recorded
 ROOT = Path(__file__).resolve().parent.parent
 MEASUREMENTS = ROOT / "notebooks" / "measurements"
 TABLES = {"ladder": LADDER_COLUMNS, "bench_peers": BENCH_COLUMNS}
+CLAIMS = "claims"  # the block that holds the ledger
 
 
 def with_tables(text: str) -> str:
@@ -20,7 +23,11 @@ def with_tables(text: str) -> str:
 
     def block(match: re.Match) -> str:
         name = match[1]
-        return f"<!-- {name} -->\n```\n{recorded(name, TABLES[name], MEASUREMENTS)}\n```\n<!-- end -->"
+        if name == CLAIMS:
+            content = as_markdown(find_all(MEASUREMENTS))
+        else:
+            content = f"```\n{recorded(name, TABLES[name], MEASUREMENTS)}\n```"
+        return f"<!-- {name} -->\n{content}\n<!-- end -->"
 
     return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", block, text, flags=re.DOTALL)
 

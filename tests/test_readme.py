@@ -12,7 +12,7 @@ TEXT = (ROOT / "README.md").read_text()
 
 def test_its_tables_are_those_of_the_measurement_files():
     assert readme.with_tables(TEXT) == TEXT, "run `make readme`"
-    assert TEXT.count("<!-- end -->") == len(readme.TABLES)
+    assert TEXT.count("<!-- end -->") == len(readme.TABLES) + 1, "the tables, and the claims"
 
 
 def test_a_number_typed_into_a_table_is_found():
@@ -26,3 +26,15 @@ def test_the_files_and_folders_it_names_exist():
 
     for link in re.findall(r"\]\(([^)#:]+)\)", TEXT):
         assert (ROOT / link).exists(), link
+
+
+def test_every_claim_has_its_line_and_a_verdict_typed_over_is_found():
+    from minillm.measure.claims import LEDGER
+    from minillm.measure.verdicts import HOLDS, NOT_HERE, NOT_MEASURED
+
+    table = TEXT[TEXT.index("<!-- claims -->") :].splitlines()
+    for claim in LEDGER:
+        (line, *_) = [line for line in table if line.startswith(f"| {claim.id} |")]
+        verdict = next(word for word in (HOLDS, NOT_HERE, NOT_MEASURED) if f"| {word}" in line)
+        other = line.replace(f"| {verdict}", f"| {NOT_HERE if verdict == HOLDS else HOLDS}")
+        assert readme.with_tables(TEXT.replace(line, other)) == TEXT

@@ -162,9 +162,10 @@ def as_rows(findings: list[Finding]) -> list[dict]:
 
 def as_markdown(findings: list[Finding]) -> str:
     """A table for the README, a line for each finding."""
-    lines = ["| | claim | the articles | measured | on | verdict |", "|---|---|---|---|---|---|"]
+    lines = ["| | claim | the articles | experiment | verdict | on | measured |", "|---|---|---|---|---|---|---|"]
     for row in as_rows(findings):
         on = row["device"] if row["kind"] in ("", row["device"]) else f"{row['kind']}: {row['device']}"
-        cells = row["id"], row["claim"], row["figure"], row["measured"], on, row["verdict"]
+        experiment = row["experiment"] or ""
+        cells = row["id"], row["claim"], row["figure"], experiment, row["verdict"], on, row["measured"]
         lines.append("| " + " | ".join(text.replace("|", "\\|") for text in cells) + " |")
     return "\n".join(lines)
