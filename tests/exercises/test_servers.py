@@ -1,0 +1,27 @@
+"""Exercise 11's servers are ill of what their names say, and of nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from minillm.grading.servers import SERVERS, TREATMENTS, complaint, run
+
+CURES = {"batch_cap": "more_rows", "memory": "int8_kv", "prompts": "prefix_cache", "knee": "second_server"}
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_everybody_is_served_and_only_short_memory_sends_anybody_away(name):
+    server = SERVERS[name]
+    requests, records = run(server.settings, server.load.items(seed=3))
+    assert len(requests) == server.load.requests == len(records.requests)
+    assert all(r.finish_reason == "stop" for r in requests)
+    assert (records.totals["preempted"] > 0) == (name == "memory")
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_one_treatment_cures_and_the_other_settings_do_not(name):
+    before = complaint(name, 3)
+    left = {treatment: complaint(name, 3, treatment) / before for treatment in TREATMENTS}
+    assert left[CURES[name]] < 0.65
+    others = left.keys() - {CURES[name], "second_server"}
+    assert min(left[treatment] for treatment in others) > 0.8
