@@ -9,6 +9,7 @@ from tiny import tiny_model
 
 from minillm import Engine, SamplingParams, load_model, load_tokenizer, metrics
 from minillm.ladder.speculative import NgramProposer, ReplayProposer, Speculator
+from minillm.measure.drafter_text import prompts as training_prompts
 from minillm.measure.prompts import CHAT_PROMPTS, COPY_PROMPTS
 from minillm.measure.speculation import (
     Bench,
@@ -20,7 +21,6 @@ from minillm.measure.speculation import (
     sampling_check,
     step_costs,
 )
-from minillm.measure.train_drafter import prompts as training_prompts
 from minillm.show.explore import Watched
 
 COSTS = [{"part": "step cost", "batch": 2, "k": k, "times_plain": 1 + 0.25 * k} for k in (0, 4, 8)]

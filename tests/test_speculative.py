@@ -2,13 +2,20 @@
 
 import itertools
 import random
+from copy import deepcopy
 
 import pytest
 import torch
-from tiny import tiny_model
+from serving import make_engine
+from serving import serve as serve_all
+from test_drafter import random_drafter
+from tiny import random_tensors, tiny_config, tiny_model
 
-from minillm import Engine, SamplingParams
-from minillm.ladder.decode import decode_cached
+from minillm import Engine, SamplingParams, metrics
+from minillm.ladder.attention import RowSpan, StepAttention
+from minillm.ladder.decode import NoCache, decode_cached
+from minillm.ladder.drafter import DrafterProposer
+from minillm.ladder.sampling import probabilities
 from minillm.ladder.speculative import (
     DraftModelProposer,
     NgramIndex,
@@ -19,12 +26,13 @@ from minillm.ladder.speculative import (
     verify_greedy,
     verify_sampled,
 )
+from minillm.model.llama import Llama
 
 TARGET, OTHER = tiny_model("t-wide"), tiny_model("t8-2", seed=3)
 DRAW = random.Random(1)
 PROMPTS = [[DRAW.randrange(97) for _ in range(n)] for n in (1, 3, 4, 5, 8, 11, 16, 17, 8)]
 PROMPTS += [PROMPTS[6], PROMPTS[6] + [3], [1, 1, 1], [1, 2, 3, 1, 2, 3, 1, 2]]
-PARAMS = [SamplingParams(max_tokens=DRAW.choice([1, 2, 5, 12, 40])) for _ in PROMPTS]
+PARAMS = [SamplingParams(max_tokens=DRAW.choice([1, 2, 5, 12, 28])) for _ in PROMPTS]
 ANSWERS = {tuple(prompt): list(decode_cached(TARGET, prompt, 60)) for prompt in PROMPTS}
 WANTED = [ANSWERS[tuple(prompt)][: params.max_tokens] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
 
@@ -35,12 +43,33 @@ PROPOSERS = {  # good drafters hide faults, and so do bad ones
     "perfect": lambda: ReplayProposer(ANSWERS, lambda i: True),
     "always wrong": lambda: ReplayProposer(ANSWERS, lambda i: False),
     "alternating": lambda: ReplayProposer(ANSWERS, lambda i: i % 2 == 0),
+    "drafter": lambda: DrafterProposer(random_drafter(TARGET, ids=range(97))),
 }
-SETTINGS = list(itertools.product(
-    ("static", "continuous"), ("paged", "slots"), (True, False), (True, False), (15, 64), (1, 8), (20, 64), (1, 4, 8),
-))
+CHOICES = {
+    "proposer": list(PROPOSERS), "k": range(1, 9), "max_batch": range(1, 9), "kv": ("paged", "slots"),
+    "batching": ("continuous", "static"), "chunked_prefill": (True, False), "prefix_cache": (True, False),
+    "blocks": (15, 64), "max_step_tokens": (20, 64),
+}
+TIGHT = {"max_batch": 8, "kv": "paged", "batching": "continuous", "blocks": 15, "max_step_tokens": 64}  # it preempts
 
-TIGHT = ("continuous", "paged", True, False, 15, 8, 64, 4)  # memory runs out here, whatever is drafted
+
+def mixtures(choices: dict, at_random: int) -> list[dict]:
+    """Settings in which every pair of choices meets at least once (greedily, so not the fewest), and some more."""
+    draw, names = random.Random(0), list(choices)
+    left = {(a, x, b, y) for a, b in itertools.combinations(names, 2) for x in choices[a] for y in choices[b]}
+    found = []
+    while left:
+        tries = [{name: draw.choice(choices[name]) for name in names} for _ in range(40)]
+        a, x, b, y = min(left, key=str)
+        pairs = [{(c, own[c], d, own[d]) for c, d in itertools.combinations(names, 2)}
+                 for own in (one | {a: x, b: y} for one in tries)]
+        best = max(range(40), key=lambda i: len(left & pairs[i]))
+        found.append(tries[best] | {a: x, b: y})
+        left -= pairs[best]
+    return found + [{name: draw.choice(choices[name]) for name in names} for _ in range(at_random)]
+
+
+MIXTURES = mixtures(CHOICES, at_random=8)
 
 
 def serve(proposer, k, prompts, params, **settings):
@@ -59,17 +88,33 @@ def serve(proposer, k, prompts, params, **settings):
     return [outputs[i] for i in ids], engine
 
 
-@pytest.mark.parametrize("name", PROPOSERS)
-def test_greedy_answers_are_those_of_plain_decoding(name):
+@pytest.mark.parametrize("part", range(8))
+def test_greedy_answers_are_those_of_plain_decoding(part):
+    """Every proposer, draft length, batch and policy, each pair of them together in some mixture."""
     preempted = 0
-    for batching, kv, chunked, prefix, blocks, rows, budget, k in [TIGHT, *random.Random(name).sample(SETTINGS, 11)]:
-        outputs, engine = serve(
-            PROPOSERS[name](), k, PROMPTS, PARAMS, batching=batching, kv=kv, chunked_prefill=chunked,
-            prefix_cache=prefix, blocks=blocks, max_batch=rows, max_step_tokens=budget,
-        )
-        assert outputs == WANTED, (batching, kv, chunked, prefix, blocks, rows, budget, k)
+    tight = MIXTURES[0] | TIGHT | {"proposer": list(PROPOSERS)[part % len(PROPOSERS)], "k": part + 1}
+    for mixture in (tight, *MIXTURES[part::8]):
+        settings = dict(mixture)
+        proposer, k = PROPOSERS[settings.pop("proposer")](), settings.pop("k")
+        outputs, engine = serve(proposer, k, PROMPTS, PARAMS, **settings)
+        assert outputs == WANTED, mixture
         preempted += engine.records.totals["preempted"]
     assert preempted > 0
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_among_equals_verification_takes_the_lowest_id_as_decoding_does(k):
+    """SPD-6: every id has a twin with the same embedding, 48 above it, so each choice is a tie."""
+    config = tiny_config("t8-2", vocab_size=96)
+    tensors = random_tensors(config)
+    tensors["model.embed_tokens.weight"][48:] = tensors["model.embed_tokens.weight"][:48]
+    model, prompts = Llama(config, tensors), [[n, n + 1, n] for n in range(6)]
+    plain = [list(decode_cached(model, prompt, 24)) for prompt in prompts]
+    assert all(token < 48 for answer in plain for token in answer)
+    for proposer in (NgramProposer(), DraftModelProposer(model)):
+        engine = Engine(model, block_size=4, speculator=Speculator(proposer, k), max_context=64)
+        assert [done.token_ids for done in engine.generate(prompts, SamplingParams(24))] == plain
+        assert engine.records.totals["accepted_tokens"] > 0
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
@@ -90,6 +135,24 @@ def test_an_always_wrong_drafter_gives_one_token_a_round(k):
     assert all(step.output_tokens == 1 for step in engine.records.steps)
 
 
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_an_alternating_drafter_is_right_every_other_time(k):
+    """Token i is drafted rightly where i is even: a round that begins there accepts one draft, another none."""
+    _, engine = serve(PROPOSERS["alternating"](), k, [PROMPTS[5]], [SamplingParams(max_tokens=40)])
+    place, drafted, accepted, given = 1, 0, 0, [1]  # the prompt's step gives one token
+    while place < 40:
+        k_here = min(k, 40 - place - 1)
+        right = int(k_here > 0 and place % 2 == 0)
+        drafted, accepted, place = drafted + k_here, accepted + right, place + right + 1
+        given.append(right + 1)
+    (record,) = engine.records.requests
+    assert (record.drafted_tokens, record.accepted_tokens) == (drafted, accepted)
+    assert [step.output_tokens for step in engine.records.steps] == given
+    found = metrics.summary(engine.records)["speculation"]
+    assert found["acceptance_rate"] == accepted / drafted
+    assert found["tokens_per_round"] == (accepted + record.rounds) / record.rounds
+
+
 @pytest.mark.parametrize("cap", range(1, 7))
 def test_stops_and_caps_inside_an_accepted_run(cap):
     """SPD-1: the third token of the oracle is named a stop; the earliest end wins, and so does its reason."""
@@ -108,29 +171,106 @@ def test_verification_takes_drafts_up_to_the_first_the_target_would_not_have_sai
     assert verify_greedy([4], []) == [4]
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
-def test_rejection_sampling_gives_the_targets_distribution(temperature):
-    """200,000 draws on four tokens: chi-square of the first token, and of the pairs of first and second."""
-    make, rows, k, vocabulary = torch.Generator().manual_seed(0), 200_000, 2, 4
-    p = (torch.randn(k + 1, vocabulary, generator=make) / temperature).softmax(-1)
-    p[:, 3] = 0  # filtered out
-    p /= p.sum(-1, keepdim=True)
-    q = (torch.randn(k, vocabulary, generator=make) / temperature).softmax(-1)
+def chance(counts: torch.Tensor, p: torch.Tensor) -> float:
+    """How likely draws from p are to fit it worse than these counts do: Pearson's chi-square, rare cells as one."""
+    counts, expected = counts.double(), p.double() * counts.sum()
+    assert not counts[expected == 0].any(), "a token that the target excludes was drawn"
+    rare = expected < 5
+    cells = [(counts[~rare], expected[~rare])]
+    if expected[rare].sum() > 0:
+        cells.append((counts[rare].sum()[None], expected[rare].sum()[None]))
+    counts, expected = (torch.cat(parts) for parts in zip(*cells, strict=True))
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), statistic / 2))
+
+
+FILTERS = [dict(temperature=0.5), dict(temperature=1.0, top_k=5), dict(temperature=1.5, top_p=0.8),
+           dict(temperature=1.5, top_k=6, top_p=0.9)]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_rejection_sampling_gives_the_targets_distribution(filters):
+    """200,000 draws on eight ids: the first token, and the pairs of the first and the second."""
+    make, rows, params = torch.Generator().manual_seed(0), 200_000, SamplingParams(**filters)
+    p = probabilities(torch.randn(3, 8, generator=make), [params] * 3)  # [k + 1, V]
+    q = probabilities(torch.randn(2, 8, generator=make), [params] * 2)  # [k, V]
     drafts = torch.stack([torch.multinomial(row, rows, True, generator=make) for row in q], dim=1)
-    u = torch.rand(rows, k, generator=make, dtype=torch.float64)
-    u_next = torch.rand(rows, k + 1, generator=make, dtype=torch.float64)
+    u = torch.rand(rows, 2, generator=make, dtype=torch.float64)
+    u_next = torch.rand(rows, 3, generator=make, dtype=torch.float64)
     accepted, following = verify_sampled(p.expand(rows, -1, -1), q.expand(rows, -1, -1), drafts, u, u_next)
     first = torch.where(accepted > 0, drafts[:, 0], following)
-    assert chi_square(first, p[0]) < 20  # 2 degrees of freedom: 20 is passed once in 20,000 times
-    second = torch.where(accepted > 1, drafts[:, 1], following)[accepted >= 1]  # whoever got past the first place
-    assert chi_square(second, p[1]) < 20
-    assert not (first == 3).any() and not (second == 3).any()
+    assert chance(first.bincount(minlength=8), p[0]) > 1e-4
+    assert 0.05 < (accepted > 0).float().mean() < 0.95
+    second = torch.where(accepted > 1, drafts[:, 1], following)
+    pairs = (first * 8 + second)[accepted > 0]  # whoever got past the first place
+    got_past = torch.minimum(p[0], q[0])
+    assert chance(pairs.bincount(minlength=64), torch.outer(got_past / got_past.sum(), p[1]).flatten()) > 1e-4
 
 
-def chi_square(tokens, p):
-    expected = p * len(tokens)
-    counts = torch.bincount(tokens, minlength=len(p))
-    return float(((counts - expected)[p > 0] ** 2 / expected[p > 0]).sum())
+SMALL, SMALL_DRAFT = (tiny_model("t8-2", seed=seed, vocab_size=8) for seed in (1, 2))
+
+
+@pytest.mark.parametrize("filters", FILTERS[:3], ids=str)
+def test_an_engine_that_speculates_samples_from_the_target(filters):
+    """5,000 answers of three tokens on eight ids: the second is drafted, the third drafted or drawn behind it."""
+    params = SamplingParams(max_tokens=4, **filters)
+    speculator = Speculator(DraftModelProposer(SMALL_DRAFT), 2)
+    engine = Engine(SMALL, max_batch=250, max_step_tokens=2000, speculator=speculator)
+    answers = torch.tensor([done.token_ids for done in engine.generate([[1, 2, 3]] * 5000, params)])
+    assert 0.05 < metrics.summary(engine.records)["speculation"]["acceptance_rate"] < 0.95
+
+    def target(*texts):
+        rows = [SMALL.forward(torch.tensor(text), torch.arange(len(text)), NoCache())[-1] for text in texts]
+        return probabilities(torch.stack(rows), [params] * len(rows))
+
+    first, ids = target([1, 2, 3])[0], range(8)
+    second = target(*[[1, 2, 3, a] for a in ids])  # [V, V]
+    third = target(*[[1, 2, 3, a, b] for a in ids for b in ids]).view(8, 8, 8)
+    pairs = first[:, None] * second  # of the first and the second token
+    later = torch.einsum("ab,abc->bc", pairs, third)  # of the second and the third
+    assert chance(answers[:, 1].bincount(minlength=8), pairs.sum(0)) > 1e-4
+    assert chance(answers[:, 2].bincount(minlength=8), later.sum(0)) > 1e-4
+    assert chance((answers[:, 0] * 8 + answers[:, 1]).bincount(minlength=64), pairs.flatten()) > 1e-4
+    assert chance((answers[:, 1] * 8 + answers[:, 2]).bincount(minlength=64), later.flatten()) > 1e-4
+
+
+# -- rollback -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_format", ["fp32", "int8", "fp8", "int4"])
+def test_after_a_rollback_the_next_logits_come_from_the_same_stored_bytes(kv_format, monkeypatch):
+    """SPD-7: before each step, the logits behind every newest token are computed without drafts, from a copy."""
+    model = tiny_model("t8-2", head_dim=32, hidden_size=64, seed=4)
+    prompts = PROMPTS[3:9]
+    plain = make_engine(model, kv_format=kv_format)
+    answers = {tuple(done.prompt_ids): done.token_ids for done in plain.generate(prompts, SamplingParams(30))}
+    proposer = ReplayProposer(answers, lambda i: i % 3 > 0)  # accepts 0, 1 or 2 of 4
+    engine = make_engine(model, kv_format=kv_format, max_batch=4, speculator=Speculator(proposer, 4))
+    executor, seen = engine.executor, []
+    forward, run = model.forward, executor.run
+
+    def noted(tokens, positions, cache, logit_rows):
+        seen.append(forward(tokens, positions, cache, logit_rows))
+        return seen[-1]
+
+    def checked(plan):
+        before = deepcopy(executor.storage)
+        spans = [RowSpan(row.start, len(row.tokens), row.request.block_table, not row.idle) for row in plan.rows]
+        cache = StepAttention(before, spans, 4, executor.scratch_slot, model.config.query_group, model.dtype)
+        fed = torch.tensor([token for row in plan.rows for token in row.tokens])
+        want = forward(fed, cache.positions, cache, cache.first + cache.count - 1)
+        outputs = run(plan)
+        lengths = torch.tensor([1 + len(row.drafts) for row in plan.rows if row.due])
+        due = torch.tensor([row.due for row in plan.rows])
+        torch.testing.assert_close(seen[-1][lengths.cumsum(0) - lengths], want[due], atol=2e-4, rtol=1e-3)
+        return outputs
+
+    monkeypatch.setattr(model, "forward", noted)
+    monkeypatch.setattr(executor, "run", checked)
+    with torch.inference_mode():
+        serve_all(engine, prompts, SamplingParams(30))
+    totals = engine.records.totals
+    assert 0 < totals["accepted_tokens"] < totals["drafted_tokens"]
 
 
 def test_rejection_sampling_at_the_edges():

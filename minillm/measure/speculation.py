@@ -69,6 +69,18 @@ def serve(model, prompts: Sequence[list[int]], tokens: int, batch: int, speculat
     return Run(engine.records, [each.token_ids for each in done], batch)
 
 
+def acceptance_by_position(
+    model, proposer: Proposer, prompts: Sequence[list[int]], k: int = 4, tokens: int = 48
+) -> list[float | None]:
+    """The share of drafts that are right, by their place in the round, where those before it were; None: none tried."""
+    tried, right = [0] * k, [0] * k
+    for step in serve(model, prompts, tokens, 1, Speculator(proposer, k)).records.steps:
+        for place in range(min(step.drafted_tokens, step.accepted_tokens + 1)):
+            tried[place] += 1
+            right[place] += place < step.accepted_tokens
+    return [one / all_ if all_ else None for one, all_ in zip(right, tried, strict=True)]
+
+
 # -- what a step costs ----------------------------------------------------------------------------
 
 
@@ -237,13 +249,13 @@ def speculation(setting: Setting) -> Measurement:
     """Step costs, drafts of every kind by length and batch, where they begin to cost, and a check of sampling."""
     model, name = setting.model, setting.model_name
     batches = setting.size((1, 4, 16), (1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16, 32, 64))
-    lengths = setting.size((2, 4, 7), (1, 2, 3, 4, 6, 8))
+    lengths = setting.size((2, 4, 7), (2, 4, 8), (1, 2, 3, 4, 6, 8))
     serve(model, [list(range(16))] * 2, 4, 2)  # warm up
-    rows = list(step_costs(model, batches, (0, *lengths, ADAPTIVE) if setting.quick else range(ADAPTIVE + 1),
-                           setting.size(3, 7)))
+    rows = list(step_costs(model, batches, sorted({0, 1, *lengths, ADAPTIVE}),
+                           setting.size(3, 5)))
     rows.append(sampling_check(200_000, setting.seed))
-    bench = Bench(model, setting.tokenizer, *setting.size((2, 40, 1), (8, 64, 3)), setting.seed)
-    table = cases(lengths, batches, setting.size((0.8,), (0.5, 0.7, 0.9)), bench.drafter is not None)
+    bench = Bench(model, setting.tokenizer, *setting.size((2, 32, 1), (4, 48, 1), (8, 96, 3)), setting.seed)
+    table = cases(lengths, batches, setting.size((0.8,), (0.5, 0.8), (0.5, 0.7, 0.9)), bench.drafter is not None)
     for case in setting.each("speculation", table):
         rows.append(bench.run(case, rows))
     rows += crossovers(rows)

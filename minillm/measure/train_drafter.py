@@ -1,9 +1,10 @@
 """How the drafter's weights were made, and can be made again: python -m minillm.measure.train_drafter.
 
-Two stages, each resumable: what is on the disk is not done again.
+Three stages, resumable: what is on the disk is not done again.
 
     generate   the target answers seeded prompts in its own words; tokens and hidden states are kept
     train      the drafter learns, from the state before each token, what the target said next
+    evaluate   acceptance by position on chat prompts that it was not trained on, for the card
 
 A drafter need not know what is right, only what this target would say: it is distilled from
 the target's own text and probabilities (Hinton et al., 2015; for drafters, Li et al., 2024).
@@ -18,151 +19,24 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from minillm.ladder.continuous import Row
-from minillm.ladder.drafter import SHAPE, WEIGHTS, Drafter
-from minillm.ladder.engine import Engine
-from minillm.ladder.request import SamplingParams
-from minillm.ladder.speculative import Speculator
+from minillm.ladder.drafter import SHAPE, WEIGHTS, Drafter, DrafterProposer, load_drafter, read_card
+from minillm.ladder.speculative import NgramProposer
+from minillm.measure.drafter_text import Batch, Texts, batch_of, generate
 from minillm.measure.measurement import current_commit
-from minillm.model.llama import rms_norm
+from minillm.measure.prompts import CHAT_PROMPTS
+from minillm.measure.speculation import acceptance_by_position
 from minillm.model.source import DEFAULT, locate
 from minillm.model.tokenizer import load_tokenizer
 from minillm.model.weights import SafetensorsDirectory, load_model
 
-# Prompts are every form with every topic: our own words, and none of those that anything is measured on.
-FORMS = (
-    "What is {}?", "Explain {} to a beginner.", "Why does {} matter?", "Tell me three facts about {}.",
-    "Write a short story about {}.", "Write a short poem about {}.", "List the main parts of {}.",
-    "What are the advantages and drawbacks of {}?", "Give me advice on {}.", "How did {} begin?",
-    "Write an email to a friend about {}.", "Summarise what you know of {} in two sentences.",
-    "What mistakes do people make with {}?", "Compare {} with something similar.",
-    "Write step-by-step instructions about {}.", "Describe {} to a child.", "What will {} look like in fifty years?",
-    "Ask me five quiz questions about {}, with answers.", "Write a dialogue between two people about {}.",
-    "Write a Python program that has to do with {}.", "Make a table of contents for a book on {}.",
-    "Write an advertisement for {}.", "What should I read about {}?", "Name ten words connected with {}.",
-)
-TOPICS = (
-    "gardening", "the moon", "chess", "bread", "volcanoes", "learning a language", "electric cars", "sleep", "sorting",
-    "the Roman Empire", "coffee", "glaciers", "job interviews", "cats", "prime numbers", "jazz", "a city library",
-    "photosynthesis", "saving money", "bridges", "the human heart", "running a marathon", "rice", "honesty", "maps",
-    "earthquakes", "open-source software", "a lost dog", "vaccines", "black holes", "knitting", "public transport",
-    "dinosaurs", "a rainy day", "the internet", "solar panels", "friendship", "tea", "probability", "moving house",
-    "whales", "the printing press", "camping", "clocks", "statistics", "recycling", "an old piano", "the brain",
-    "cooking for guests", "robots", "desert plants", "football", "the stock market", "writing letters", "wind power",
-    "the Silk Road", "fractions", "a night train", "healthy teeth", "penguins", "encryption", "photography", "soup",
-    "the French Revolution", "time management", "spiders", "museums", "a school garden", "gravity", "theatre",
-    "strings of text", "rivers", "meditation", "a broken computer", "salt", "elections", "owls", "bicycle repair",
-)
-
-
-def prompts(number: int, seed: int) -> list[str]:
-    """Distinct prompts in an order that the seed decides."""
-    pairs = list(itertools.product(FORMS, TOPICS))
-    return [form.format(topic) for form, topic in random.Random(seed).sample(pairs, number)]
-
-
-class HiddenStates:
-    """A proposer that proposes nothing and keeps what the target's head was shown, request by request."""
-
-    bytes_per_token = 0
-
-    def __init__(self, model) -> None:
-        self.model, self.kept = model, {}
-
-    def prepare(self, config, num_blocks: int, block_size: int) -> None:
-        """Nothing to prepare."""
-
-    def propose(self, rows: Sequence[Row]) -> list[None]:
-        """No drafts."""
-        return [None] * len(rows)
-
-    def observe(self, rows: Sequence[Row], slots: Tensor, hidden: Tensor) -> None:
-        """hidden [N, H] of a step's tokens -> normed and in fp16, behind what its request has."""
-        normed = rms_norm(hidden, self.model.norm, self.model.config.rms_norm_eps).half()
-        for row, own in zip(rows, normed.split([len(row.tokens) for row in rows]), strict=True):
-            self.kept.setdefault(row.request.id, []).append(own)
-
-
-def generate(model, tokenizer, folder: Path, shards: int, seed: int, size: int = 64, answer: int = 224) -> None:
-    """Fill `folder` with shards of `size` answers each: tokens, lengths, and hidden states [tokens, H]."""
-    asked = prompts(shards * size, seed)
-    for shard in range(shards):
-        path = folder / f"shard-{shard:03d}.safetensors"
-        if path.exists():
-            continue
-        start, keeper = time.perf_counter(), HiddenStates(model)
-        engine = Engine(model, tokenizer, max_batch=size, max_context=512, prefix_cache=False, seed=seed + shard,
-                        speculator=Speculator(keeper, 1))
-        temperatures = itertools.cycle((0.0, 0.7, 0.0, 1.0))
-        params = [SamplingParams(answer, temperature=next(temperatures)) for _ in range(size)]
-        done = engine.generate([tokenizer.chat(text) for text in asked[shard * size : (shard + 1) * size]], params)
-        tokens = [torch.tensor(each.prompt_ids + each.token_ids[:-1]) for each in done]  # the last was never fed
-        save_file({
-            "tokens": torch.cat(tokens).int(), "lengths": torch.tensor([len(own) for own in tokens]),
-            "prompts": torch.tensor([len(each.prompt_ids) for each in done]),
-            "hidden": torch.cat([state for each in done for state in keeper.kept[each.request_id]]),
-        }, path.with_suffix(".part"))
-        path.with_suffix(".part").rename(path)
-        speed = sum(map(len, tokens)) / (time.perf_counter() - start)
-        print(f"{path.name}: {sum(map(len, tokens)):,} tokens, {speed:.0f} a second", flush=True)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """B answers of one length, the shorter ones padded."""
-
-    tokens: Tensor  # [B, T]
-    states: Tensor  # [B, T, H] the target's, behind each token, as its head is shown them
-    learn: Tensor  # [B, T] whether the target chose what follows
-
-
-class Texts:
-    """All shards of a folder, held in memory; the last few texts are kept for validation."""
-
-    def __init__(self, folder: Path, held_out: float = 0.04) -> None:
-        shards = [load_file(path) for path in sorted(folder.glob("shard-*.safetensors"))]
-        if not shards:
-            raise FileNotFoundError(f"{folder} holds no shard-*.safetensors: run the stage `generate` first")
-        texts = [text for shard in shards for text in zip(
-            shard["tokens"].long().split(shard["lengths"].tolist()),
-            shard["hidden"].split(shard["lengths"].tolist()), shard["prompts"].tolist(), strict=True,
-        )]
-        last = max(1, round(len(texts) * held_out))
-        self.training, self.validation = texts[:-last], texts[-last:]
-        self.num_tokens = sum(len(tokens) for tokens, _, _ in texts)
-
-    def frequent_ids(self, number: int) -> Tensor:
-        """The ids that the training texts hold most often [number], in ascending order.
-
-        Those that they do not hold come lowest id first: a tokenizer numbers its tokens by how common they are.
-        """
-        counts = torch.cat([tokens for tokens, _, _ in self.training]).bincount(minlength=2 * number)
-        return counts.argsort(descending=True, stable=True)[:number].sort().values
-
-    def batches(self, seed: int, size: int = 8) -> Iterator[Batch]:
-        """Training texts for ever, those of similar length together, in an order that the seed decides."""
-        draw = random.Random(seed)
-        while True:
-            order = sorted(self.training, key=lambda text: len(text[0]) + draw.random() * 32)
-            groups = [order[at : at + size] for at in range(0, len(order), size)]
-            for group in draw.sample(groups, len(groups)):
-                yield batch_of(group)
-
-
-def batch_of(texts: Sequence[tuple[Tensor, Tensor, int]]) -> Batch:
-    """Pad texts of (tokens [T], states [T, H], tokens of the prompt) to one shape."""
-    tokens, states, prompts = zip(*texts, strict=True)
-    learn = [torch.arange(len(own)) >= prompt - 1 for own, prompt in zip(tokens, prompts, strict=True)]
-    return Batch(*(torch.nn.utils.rnn.pad_sequence(part, batch_first=True) for part in (tokens, states, learn)))
+FUSE_SHARE = 0.02  # of the learning rate
 
 
 class CausalAttention:
@@ -234,12 +108,15 @@ def trainable(drafter: Drafter) -> dict[str, Tensor]:
 
 
 def train(
-    model, texts: Texts, folder: Path, steps: int, seed: int, ids: int, most: float = 1e-3
+    model, texts: Texts, folder: Path, steps: int, seed: int, ids: int, most: float = 5e-4
 ) -> tuple[Drafter, dict]:
     """AdamW over `steps` batches, with a warm-up and a cosine; continues from the checkpoint in `folder`."""
     drafter = Drafter(model, first_tensors(model, texts, ids), packed=False)
     weights = trainable(drafter)
-    optimizer = torch.optim.AdamW([w.requires_grad_() for w in weights.values()], lr=most, betas=(0.9, 0.95))
+    fuse = weights["fuse"]  # solved for already, and over states that are far larger than 1: small steps
+    groups = [{"params": [w.requires_grad_() for w in weights.values() if w is not fuse], "share": 1.0},
+              {"params": [fuse.requires_grad_()], "share": FUSE_SHARE}]
+    optimizer = torch.optim.AdamW(groups, lr=most, betas=(0.9, 0.95))
     path, done, told = folder / "checkpoint.pt", 0, {}
     if path.exists():
         saved = torch.load(path, weights_only=True)
@@ -251,7 +128,7 @@ def train(
     for step, batch in zip(range(done, steps), itertools.islice(texts.batches(seed), done, None), strict=False):
         rate = most * min(1, 20 * (step + 1) / steps) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["share"]
         optimizer.zero_grad()
         loss, _ = loss_of(drafter, batch, draw)
         loss.backward()
@@ -262,7 +139,7 @@ def train(
             print(json.dumps({"time": time.strftime("%H:%M:%S"), **told}), flush=True)
             torch.save({"step": step + 1, "optimizer": optimizer.state_dict(), "weights": weights}, folder / "part.pt")
             (folder / "part.pt").rename(path)
-    return drafter, told
+    return drafter, told or {"steps": done, **validate(drafter, texts)}
 
 
 @torch.no_grad()
@@ -291,17 +168,31 @@ def save(drafter: Drafter, path: Path, **card) -> None:
     halves = {name: tensor.detach().half().contiguous() for name, tensor in tensors.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(halves | {"ids": drafter.ids.int()}, path)
-    card = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), **card}
+    write_card({"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), **card}, path)
+
+
+def write_card(card: dict, path: Path) -> None:
+    """What `read_card` reads."""
     path.with_suffix(".json").write_text(json.dumps(card, indent=1) + "\n", encoding="utf-8")
 
 
+def evaluate(model, tokenizer, path: Path, k: int = 4, prompts: int = 12) -> None:
+    """Add to the card how many of its drafts are accepted, by position, beside those of prompt lookup."""
+    asked = [tokenizer.chat(text) for text in CHAT_PROMPTS[:prompts]]
+    shares = {
+        f"{name}_acceptance_by_position": acceptance_by_position(model, proposer, asked, k)
+        for name, proposer in (("drafter", DrafterProposer(load_drafter(model, path))), ("ngram", NgramProposer()))
+    }
+    write_card(read_card(path) | {"evaluated_prompts": len(asked), **shares}, path)
+
+
 def main() -> None:
-    """The two stages, one after the other, or one of them."""
+    """The stages, one after the other, or one of them."""
     parser = argparse.ArgumentParser(description=f"Make the drafter of {DEFAULT}.")
-    parser.add_argument("stage", choices=("generate", "train", "all"), nargs="?", default="all")
+    parser.add_argument("stage", choices=("generate", "train", "evaluate", "all"), nargs="?", default="all")
     parser.add_argument("--folder", type=Path, default=Path("drafter-training"), help="where shards and checkpoints go")
     parser.add_argument("--shards", type=int, default=3, help="of 64 answers each")
-    parser.add_argument("--steps", type=int, default=240, help="batches of 8 answers")
+    parser.add_argument("--steps", type=int, default=60, help="batches of 8 answers")
     parser.add_argument("--ids", type=int, default=12288, help="how many ids the drafter may propose")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -310,10 +201,12 @@ def main() -> None:
     own = parser.parse_args()
     torch.set_num_threads(own.threads)
     own.folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = load_tokenizer()
     if own.stage in ("generate", "all"):
-        generate(load_model(dtype=own.dtype, device="cpu"), load_tokenizer(), own.folder, own.shards, own.seed)
+        generate(load_model(dtype=own.dtype, device="cpu"), tokenizer, own.folder, own.shards, own.seed)
+    model = load_model(dtype="fp32", device="cpu")
     if own.stage in ("train", "all"):
-        model, texts = load_model(dtype="fp32", device="cpu"), Texts(own.folder)
+        texts = Texts(own.folder)
         with torch.autocast("cpu", torch.bfloat16, enabled=own.dtype == "bf16"):
             drafter, told = train(model, texts, own.folder, own.steps, own.seed, own.ids)
         save(
@@ -322,6 +215,8 @@ def main() -> None:
             commit=current_commit(), seed=own.seed, dtype=own.dtype, ids=own.ids,
             texts=len(texts.training), tokens=texts.num_tokens, **told,
         )
+    if own.stage in ("evaluate", "all"):
+        evaluate(model, tokenizer, own.out)
 
 
 if __name__ == "__main__":

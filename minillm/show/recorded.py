@@ -9,12 +9,16 @@ from minillm.measure.measurement import MEASUREMENTS, Measurement
 from minillm.show.tables import text_table
 
 
-def recorded(experiment: str, columns: Mapping[str, str], root: Path = MEASUREMENTS) -> str:
-    """A table for each device on which `experiment` was recorded; a line that says so where no GPU was among them."""
+def recorded(experiment: str, columns: Mapping[str, str], root: Path = MEASUREMENTS, **wanted) -> str:
+    """A table for each device on which `experiment` was recorded; a line that says so where no GPU was among them.
+
+    wanted: values that a row must have to be shown, by column.
+    """
     runs = [
         Measurement.load(file.parent.name, experiment, root) for file in sorted(Path(root).glob(f"*/{experiment}.json"))
     ]
-    parts = [f"{heading(run)}\n{text_table(run.rows, columns)}" for run in runs]
+    shown = [[row for row in run.rows if all(row.get(name) == value for name, value in wanted.items())] for run in runs]
+    parts = [f"{heading(run)}\n{text_table(rows, columns)}" for run, rows in zip(runs, shown, strict=True)]
     if not any(on_gpu(run) for run in runs):
         parts.append(f"No GPU run of {experiment!r} is recorded yet, so none is shown.")
     return "\n\n".join(parts)
