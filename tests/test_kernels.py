@@ -47,3 +47,43 @@ for module in pkgutil.walk_packages(minillm.__path__, "minillm."):
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=TESTS.parent, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
+def test_the_kernels_compile_for_real_cards(capability):
+    """The interpreter takes what the compiler may refuse. Triton brings its own assembler, so no card is needed."""
+    pytest.importorskip("triton", reason="Triton is published for Linux alone")
+    import triton.language as tl
+
+    from minillm.ladder import kernels
+
+    shape = {"HEADS": 8, "D": 128, "BLOCK_D": 128, "FORMAT": "int4", "GROUP": 32}
+    tile = {"G": 4, "BLOCK_M": 16, "BLOCK_S": 64, "SPLITS": 8}
+    halves = {f"{which}_{part}": "*fp16" for which in "kv" for part in ("scales", "minima")}
+    codes = {"k_codes": "*u8", "v_codes": "*u8"}
+    attend = {"q": "*bf16", "tables": "*i64", **codes, **halves, "scale": "fp32"}
+    for sizes in (tile, tile | {"BLOCK_M": 64, "SPLITS": 1}):
+        compile_for(capability, kernels.attend_kernel, attend, shape | sizes | {"BLOCK_SIZE": 16, "DOT": tl.bfloat16})
+    native = {"FORMAT": "native", "GROUP": 2, "BLOCK_SIZE": 16, "DOT": tl.float32}
+    plain = dict.fromkeys(["q", "out", *codes, *halves], "*fp32") | {"scale": "fp32"}
+    compile_for(capability, kernels.attend_kernel, plain, shape | tile | native | {"BLOCK_S": 32})
+    new = {"k": "*bf16", "v": "*bf16", "slots": "*i64", **codes, **halves}
+    for kv_format, groups in (("int4", (16, 4)), ("fp8", (1, 64))):
+        grouped = {"FORMAT": kv_format, "BLOCK_GROUP": groups[0], "BLOCK_GROUPS": groups[1]}
+        compile_for(capability, kernels.store_kernel, new, shape | grouped)
+    combine = {key: size for key, size in (shape | tile).items() if key not in ("FORMAT", "GROUP")}
+    compile_for(capability, kernels.combine_kernel, {}, combine | {"BLOCK_SPLITS": 8})
+
+
+def compile_for(capability: int, kernel, types: dict, constants: dict) -> None:
+    """Compile a kernel to machine code. Arguments of no named type: the tiles and partial results, else strides."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    usual = {"out": "*bf16", "parts": "*fp32", "part_scores": "*fp32", "tiles": "*i64", "tables": "*i64"}
+    signature = {name: (usual | types).get(name, "i32") for name in kernel.arg_names}
+    signature |= dict.fromkeys(constants, "constexpr")
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    compiled = triton.compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", capability, 32))
+    assert compiled.asm["cubin"]

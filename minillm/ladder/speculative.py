@@ -30,7 +30,7 @@ from minillm.ladder.attention import RowSpan, StepAttention
 from minillm.ladder.continuous import Row
 from minillm.ladder.quantized import KVStorage, kv_bytes_per_token, native_format
 from minillm.ladder.request import Request
-from minillm.ladder.sampling import ACCEPT, DRAFT, SAMPLE, draw, probabilities, uniform
+from minillm.ladder.sampling import ACCEPT, DRAFT, SAMPLE, draw, probabilities, uniform, uniforms
 from minillm.model.config import ModelConfig
 from minillm.model.tokenizer import Tokenizer
 
@@ -99,30 +99,42 @@ def verify_sampled(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, u_next: Tens
 
 
 def verify(rows: Sequence[Row], logits: Tensor, proposed: Sequence[Tensor | None]) -> list[list[int]]:
-    """The tokens of each due row. logits [R, V]: after its newest token and after its drafts, row after row."""
+    """The tokens of each due row. logits [R, V]: after its newest token and after its drafts, row after row.
+
+    The device is waited for once for all greedy rows, and once for the sampling rows of each number of drafts.
+    """
     best = logits.argmax(-1).tolist()
-    outputs, first = [], 0
-    for row, q in zip(rows, proposed, strict=True):
+    outputs, first, sampling = [], 0, {}
+    for i, (row, q) in enumerate(zip(rows, proposed, strict=True)):
         end = first + len(row.drafts) + 1
-        greedy = row.request.params.greedy
-        outputs.append(verify_greedy(best[first:end], row.drafts) if greedy else _verify_row(row, logits[first:end], q))
+        outputs.append(verify_greedy(best[first:end], row.drafts) if row.request.params.greedy else [])
+        if not row.request.params.greedy:
+            sampling.setdefault(len(row.drafts), []).append((i, row, logits[first:end], q))
         first = end
+    for group in sampling.values():
+        places, *parts = zip(*group, strict=True)
+        for i, tokens in zip(places, _verify_rows(*parts), strict=True):
+            outputs[i] = tokens
     return outputs
 
 
-def _verify_row(row: Row, logits: Tensor, q: Tensor | None) -> list[int]:
-    """One sampling row: logits [k + 1, V], q [k, V] or None. Without drafts it draws as plain decoding does."""
-    request, k, device = row.request, len(row.drafts), logits.device
-    p = probabilities(logits, [request.params] * (k + 1))  # [k + 1, V]
-    drafts = torch.tensor(row.drafts, dtype=torch.long, device=device)
-    q = F.one_hot(drafts, p.shape[1]).to(p.dtype) if q is None else q
+def _verify_rows(rows: Sequence[Row], logits: Sequence[Tensor], q: Sequence[Tensor | None]) -> list[list[int]]:
+    """Sampling rows of k drafts each: logits [k + 1, V], q [k, V] or None. Without drafts they draw as in decoding."""
+    k, device = len(rows[0].drafts), logits[0].device
+    p = probabilities(torch.cat(tuple(logits)), [row.request.params for row in rows for _ in range(k + 1)])
+    p = p.unflatten(0, (len(rows), k + 1))  # [R, k + 1, V]
+    drafts = torch.tensor([row.drafts for row in rows], dtype=torch.long, device=device)  # [R, k]
+    chosen = F.one_hot(drafts, p.shape[2]).to(p.dtype)  # [R, k, V]: what drafts are drawn from that are not drawn
+    drawn_from = torch.stack([own if given is None else given for own, given in zip(chosen, q, strict=True)])
 
     def numbers(count: int, purpose: int) -> Tensor:
-        u = [uniform(request.seed, request.num_output + i, purpose) for i in range(count)]
-        return torch.tensor([u], dtype=torch.float64, device=device)  # [1, count]
+        seeds = [row.request.seed for row in rows for _ in range(count)]
+        places = [row.request.num_output + i for row in rows for i in range(count)]
+        return uniforms(seeds, places, purpose).view(len(rows), count).to(device)  # [R, count]
 
-    accepted, following = verify_sampled(p[None], q[None], drafts[None], numbers(k, ACCEPT), numbers(k + 1, SAMPLE))
-    return [*row.drafts[: int(accepted)], int(following)]
+    found = verify_sampled(p, drawn_from, drafts, numbers(k, ACCEPT), numbers(k + 1, SAMPLE))
+    accepted, following = torch.stack(found).tolist()
+    return [[*row.drafts[:n], token] for row, n, token in zip(rows, accepted, following, strict=True)]
 
 
 # -- proposers ------------------------------------------------------------------------------------
