@@ -17,15 +17,13 @@ from minillm.measure.capacity import GB, capacity
 from minillm.measure.measurement import VIRTUAL, Measurement, provenance
 from minillm.measure.service import in_ms, percentiles
 from minillm.measure.setting import Setting
-from minillm.measure.simulation import SETUPS
+from minillm.measure.simulation import BLOCK, collector_off, worked_example_rows
 from minillm.measure.virtual import DEVICES, CostModel, VirtualProposer, virtual_engine
 from minillm.measure.workload import WorkItem, chat, lognormal, play, shared_prefix
-from minillm.measure.workload import worked_example as articles_example
 from minillm.model.config import ModelConfig
 
 MODEL, DEVICE = "llama-3-8b", "a100-80gb"
 PRICE = 2.9  # an hour of the device, in dollars: what the articles' costs imply
-BLOCK = 16  # tokens
 
 
 def simulated(name: str, rows: list[dict], setting: Setting) -> Measurement:
@@ -50,7 +48,8 @@ def server(cost: CostModel | None = None, prompts_received: bool = False, propos
 def served(items: Sequence[WorkItem], clients: int | None = None, engine: Engine | None = None, **settings) -> dict:
     """The summary of one server's run."""
     engine = engine or server(**settings)
-    play(engine, items, clients)
+    with collector_off():
+        play(engine, items, clients)
     return metrics.summary(engine.records, BLOCK, PRICE)
 
 
@@ -234,15 +233,6 @@ def service_row(layout: str, ended: Sequence[RequestRecord], records: Sequence[R
 
 def worked_example(setting: Setting) -> Measurement:
     """The articles' service, with as many clients as fit and every history in the cache, as their figures imply."""
-    rows: list[dict] = []
-    cases = zip(SETUPS, (111, 111, 220), strict=True)  # as many clients as fit
-    for (setup, kv_format, settings), clients in setting.each("worked_example", cases):
-        items = articles_example(setting.size(1, 2) * clients, scale=setting.size(0.1, 1.0), seed=setting.seed)
-        found = served(items, clients, cost=cost_model(kv_format), prompts_received=True,
-                       **{"max_step_tokens": 8192, **settings})
-        times = found["output_tokens_per_s"] / rows[0]["tokens_per_s"] if rows else 1.0
-        rows.append({
-            "setup": setup, "clients": clients, "times_static": times, **figures(found), "price_per_hour": PRICE,
-            "cost_per_million_output_tokens": found["cost_per_million_output_tokens"],
-        })
-    return simulated("worked_example", rows, setting)
+    rows = worked_example_rows(requests=setting.size(220, None), prompts_received=True, scale=setting.size(0.1, 1.0),
+                               price_per_hour=PRICE)
+    return simulated("worked_example", [{**row, "price_per_hour": PRICE} for row in rows], setting)
