@@ -18,7 +18,8 @@ from toy_files import TOKENS, write_gguf
 
 from minillm.cli import main
 from minillm.ladder.request import SamplingParams
-from minillm.measure.client import Server, bench_server, play
+from minillm.measure.client import Server, bench_server, play, save_row, server_row
+from minillm.measure.measurement import Measurement, device_name
 from minillm.measure.workload import WorkItem, make_workload
 from minillm.model.llama import Llama
 
@@ -204,6 +205,19 @@ def test_the_command_reports_faults_and_fails_where_nothing_was_answered(capsys,
         assert main(["bench", "peers", "--requests", "3", "--url", url, "--clients", "2", "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert found["output_tokens"] == sum(item.output_tokens for item in make_workload("peers", requests=3))
+
+
+def test_rows_of_servers_are_kept_and_a_later_run_replaces_its_own(tmp_path):
+    found = bench(sends(*ANSWER, END))
+    for label, loop in (("one", "open loop"), ("two", "open loop"), ("one", "closed loop, 2 clients")):
+        save_row(server_row(found, label, "peers", "any", loop), tmp_path)
+    path = save_row({**server_row(found, "two", "peers", "any", "open loop"), "tokens_per_s": 7.0}, tmp_path)
+    kept = Measurement.load(device_name("cpu"), "bench_servers", tmp_path)
+    assert path.stem == "bench_servers"
+    assert [(row["server"], row["loop"]) for row in kept.rows] == [
+        ("one", "open loop"), ("one", "closed loop, 2 clients"), ("two", "open loop"),
+    ]
+    assert kept.rows[-1]["tokens_per_s"] == 7.0 and kept.rows[0]["output_tokens"] == 12
 
 
 # -- a real server --------------------------------------------------------------------------------
