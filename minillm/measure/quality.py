@@ -28,7 +28,7 @@ from minillm.ladder.quantized import KVStorage
 from minillm.ladder.request import SamplingParams
 
 CALIBRATION_TOKENS = 2048  # the end of the text, which is never measured
-ERROR_BLOCK = 128  # neighbouring tokens that count as one observation
+ERROR_BLOCK = 64  # neighbouring tokens that count as one observation
 FREQUENCY_BUCKETS = {"rare": (0, 10), "medium": (10, 200), "common": (200, math.inf)}  # occurrences: (more than, up to]
 POSITION_BUCKETS = {"under_256": (0, 256), "256_to_1k": (256, 1024), "1k_to_2k": (1024, 2048), "2k_to_4k": (2048, 4096)}
 
@@ -49,7 +49,7 @@ class Corpus:
         """
         usable = len(self.ids) - CALIBRATION_TOKENS
         if number * (tokens + 1) > usable:
-            raise ValueError(f"{number} pieces of {tokens + 1:,} tokens do not fit into the text's {usable:,}")
+            raise ValueError(f"{number} pieces of {tokens:,} tokens and one do not fit into the text's {usable:,}")
         return torch.stack([self.ids[i * usable // number :][: tokens + 1] for i in range(number)])
 
     @property
@@ -103,12 +103,23 @@ def _document_losses(model, document: Tensor, storage: KVStorage, chunk: int) ->
 
 
 def with_error(values: Tensor, chosen: Tensor | None = None) -> tuple[float, float]:
-    """The mean of the chosen values [R, T] (all if None), and two standard errors of it over blocks of neighbours."""
+    """The mean of the chosen values [R, T] (all if None), and two standard errors of it over blocks of neighbours.
+
+    The error is infinite where all of them lie in one block, which tells nothing of it.
+    """
     chosen = torch.ones_like(values, dtype=torch.bool) if chosen is None else chosen
     mean = values[chosen].mean()
-    away = torch.where(chosen, values - mean, 0.0)
-    away = F.pad(away, (0, -away.shape[1] % ERROR_BLOCK)).unflatten(1, (-1, ERROR_BLOCK))  # [R, blocks, ERROR_BLOCK]
-    return float(mean), 2 * float(away.sum(-1).square().sum().sqrt() / chosen.sum())
+    blocks = _sums_of_blocks(torch.where(chosen, values - mean, 0.0))
+    filled = int((_sums_of_blocks(chosen.float()) > 0).sum())
+    if filled < 2:
+        return float(mean), math.inf
+    variance = blocks.square().sum() * filled / (filled - 1)
+    return float(mean), 2 * float(variance.sqrt() / chosen.sum())
+
+
+def _sums_of_blocks(values: Tensor) -> Tensor:
+    """values [R, T] -> their sums over ERROR_BLOCK neighbours [R, blocks]; the last block may be short."""
+    return F.pad(values, (0, -values.shape[1] % ERROR_BLOCK)).unflatten(1, (-1, ERROR_BLOCK)).sum(-1)
 
 
 def loss_row(losses: Losses, reference: Losses, documents: Tensor, occurrences: Tensor) -> dict:
@@ -134,12 +145,13 @@ def loss_row(losses: Losses, reference: Losses, documents: Tensor, occurrences: 
 
 
 def part_of_loss(name: str, losses: Losses, reference: Losses, chosen: Tensor) -> dict:
-    """The loss of the chosen tokens [R, T], and by how much it grew with its error bar; None where there are none."""
+    """The loss of the chosen tokens [R, T], its growth, and the error of that; None where too few are chosen."""
     columns = f"{name}_loss_nats", f"{name}_change_nats", f"{name}_change_error_nats"
     if not chosen.any():
         return dict.fromkeys(columns)
-    change = with_error(losses.nats - reference.nats, chosen)
-    return dict(zip(columns, (float(losses.nats[chosen].mean()), *change), strict=True))
+    change, error = with_error(losses.nats - reference.nats, chosen)
+    found = float(losses.nats[chosen].mean()), change, error if math.isfinite(error) else None
+    return dict(zip(columns, found, strict=True))
 
 
 # -- a text that is said twice --------------------------------------------------------------------

@@ -465,6 +465,30 @@ def bars(
     return figure
 
 
+def with_errors(rows: Sequence[Mapping], label: str, parts: Mapping[str, str], title: str, y: str) -> Figure:
+    """Points with error bars, a colour for each row: `parts` maps a column's name to where it stands on the x axis.
+
+    A part's value is in the column `<part>_change_nats`, its error in `<part>_change_error_nats`.
+    """
+    with drawing(size=(9, 4)) as (figure, axes):
+        ax = axes[0, 0]
+        for number, row in enumerate(rows, start=1):
+            known = [(at, part) for at, part in enumerate(parts) if row.get(f"{part}_change_nats") is not None]
+            ax.errorbar(
+                [at + 0.12 * (number - (len(rows) + 1) / 2) for at, _ in known],
+                [row[f"{part}_change_nats"] for _, part in known],
+                [row[f"{part}_change_error_nats"] or 0.0 for _, part in known],
+                fmt="osD^vP"[(number - 1) % 6], color=colour(number), label=row[label], capsize=3, linewidth=1.5,
+            )
+        ax.axhline(0, color=GREY, linewidth=1)
+        ax.set_xticks(range(len(parts)), list(parts.values()))
+        ax.set(ylabel=y)
+        ax.grid(color=LIGHT, axis="y")
+        headline(figure, title)
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
 def _columns(rows: Sequence[Mapping], x: str, y: str) -> tuple[list, list]:
     return [row[x] for row in rows], [row[y] for row in rows]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from minillm.measure.measurement import MEASUREMENTS, Measurement
-from minillm.show.tables import text_table
+from minillm.show.tables import filled, text_table
 
 
 def recorded(experiment: str, columns: Mapping[str, str], root: Path = MEASUREMENTS, **wanted) -> str:
@@ -18,7 +18,7 @@ def recorded(experiment: str, columns: Mapping[str, str], root: Path = MEASUREME
         Measurement.load(file.parent.name, experiment, root) for file in sorted(Path(root).glob(f"*/{experiment}.json"))
     ]
     shown = [[row for row in run.rows if all(row.get(name) == value for name, value in wanted.items())] for run in runs]
-    parts = [f"{heading(run)}\n{text_table(rows, columns)}" for run, rows in zip(runs, shown, strict=True)]
+    parts = [f"{heading(run)}\n{text_table(rows, filled(rows, columns))}" for run, rows in zip(runs, shown, strict=True)]
     if not any(on_gpu(run) for run in runs):
         parts.append(f"No GPU run of {experiment!r} is recorded yet, so none is shown.")
     return "\n\n".join(parts)
