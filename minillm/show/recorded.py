@@ -18,7 +18,8 @@ def recorded(experiment: str, columns: Mapping[str, str], root: Path = MEASUREME
         Measurement.load(file.parent.name, experiment, root) for file in sorted(Path(root).glob(f"*/{experiment}.json"))
     ]
     shown = [[row for row in run.rows if all(row.get(name) == value for name, value in wanted.items())] for run in runs]
-    parts = [f"{heading(run)}\n{text_table(rows, filled(rows, columns))}" for run, rows in zip(runs, shown, strict=True)]
+    tables = [text_table(rows, filled(rows, columns)) for rows in shown]
+    parts = [f"{heading(run)}\n{table}" for run, table in zip(runs, tables, strict=True)]
     if not any(on_gpu(run) for run in runs):
         parts.append(f"No GPU run of {experiment!r} is recorded yet, so none is shown.")
     return "\n\n".join(parts)
