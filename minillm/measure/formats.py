@@ -115,8 +115,7 @@ _BUCKETS = {
     **{f"{name}_tokens": f"{name} tokens" for name in FREQUENCY_BUCKETS},
     **{f"at_{name}": f"at {name.replace('_', ' ')}" for name in POSITION_BUCKETS},
 }
-LENGTHS = {"quick": (256, 768), "full": (512, 1024, 2048, 4096)}  # of the texts that hide codes, in tokens
-TEXT_TOKENS = 4096  # of such texts, for each length
+LENGTHS = {"quick": (256, 768), "full": (512, 1024, 2048), "gpu": (512, 1024, 2048, 4096)}  # of the texts that hide codes, in tokens
 _TEXT = {
     "perplexity": "perplexity", "perplexity_error": "+-", "change_percent": "change %", "change_error_percent": "+-",
     "same_first_choice_percent": "same first choice %", "greedy_agree_percent": "greedy agrees %",
@@ -126,7 +125,7 @@ _LOSS = {
     column: title for key, name in _BUCKETS.items()
     for column, title in ((f"{key}_change_nats", name), (f"{key}_change_error_nats", "+-"))
 }
-_FOUND = {f"found_in_{n}_percent": f"found in {n:,} %" for n in sorted({*LENGTHS["quick"], *LENGTHS["full"]})}
+_FOUND = {f"found_in_{n}_percent": f"found in {n:,} %" for n in sorted({*LENGTHS["quick"], *LENGTHS["gpu"]})}
 def quality_tables(key: str, **first: str) -> tuple[dict[str, str], ...]:
     """Text, buckets and abilities, each row named by the column `key`; `first` stands in the first table only."""
     return (
@@ -164,17 +163,14 @@ class Task:
     @classmethod
     def of(cls, setting: Setting) -> Task:
         tokenizer, corpus = setting.tokenizer, python_help(setting.tokenizer)
-        documents = corpus.documents(*setting.size((1, 1024), (3, 4096)))
-        copies = repeated(setting.config.vocab_size, *setting.size((1, 256), (4, 256)), seed=setting.seed)
-        lengths, texts, hidden = setting.size((LENGTHS["quick"], 1, 4), (LENGTHS["full"], 4, 4))
+        documents = corpus.documents(*setting.size((1, 1024), (3, 4096), (12, 4096)))
+        copies = repeated(setting.config.vocab_size, *setting.size((1, 256), (4, 256), (16, 256)), seed=setting.seed)
+        lengths, texts, hidden = setting.size((LENGTHS["quick"], 1, 4), (LENGTHS["full"], 2, 4), (LENGTHS["gpu"], 8, 4))
         codes = {
-            length: [
-                hidden_codes(tokenizer, corpus, length, hidden, seed)
-                for seed in range(min(texts, TEXT_TOKENS // length))  # long texts cost most: fewer of them
-            ]
+            length: [hidden_codes(tokenizer, corpus, length, hidden, seed) for seed in range(texts)]
             for length in lengths
         }
-        number, max_tokens = setting.size((4, 24), (16, 32))
+        number, max_tokens = setting.size((4, 24), (8, 32), (24, 64))
         prompts = [tokenizer.chat(prompt) for prompt in CHAT_PROMPTS[:number]]
         return cls(corpus, documents, copies, codes, prompts, max_tokens)
 
