@@ -115,7 +115,8 @@ _BUCKETS = {
     **{f"{name}_tokens": f"{name} tokens" for name in FREQUENCY_BUCKETS},
     **{f"at_{name}": f"at {name.replace('_', ' ')}" for name in POSITION_BUCKETS},
 }
-LENGTHS = {"quick": (256, 768), "full": (512, 1024, 2048), "gpu": (512, 1024, 2048, 4096)}  # of the texts that hide codes, in tokens
+# tokens of the texts that hide codes, by size of the run
+LENGTHS = {"quick": (256, 768), "full": (512, 1024, 2048), "gpu": (512, 1024, 2048, 4096)}
 _TEXT = {
     "perplexity": "perplexity", "perplexity_error": "+-", "change_percent": "change %", "change_error_percent": "+-",
     "same_first_choice_percent": "same first choice %", "greedy_agree_percent": "greedy agrees %",
