@@ -44,6 +44,7 @@ def execute(notebook: NotebookNode, folder: Path, timeout: int = 1800) -> None:
     NotebookClient(
         notebook,
         timeout=timeout,
+        startup_timeout=600,  # a busy machine is slow to start a kernel
         kernel_name="python3",
         resources={"metadata": {"path": str(folder)}},
         record_timing=False,

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from tiny import tiny_config, tiny_model
 
-from minillm.measure import metrics, service
+from minillm.measure import diagnose, fleet, metrics, service
 from minillm.measure.roofline import Ceilings, StepWork, least_work, read_numbers
 from minillm.measure.virtual import CostModel, shape_of, virtual_engine
 from minillm.measure.workload import WorkItem
 from minillm.model.config import ModelConfig
-from minillm.show import service_plots
+from minillm.show import names, service_plots
 
 VOCABULARY = 10_000  # random prompts draw ids below this
 LIMITS = Ceilings(bytes_per_s=1e15, flops_per_s=1e15)  # no tiny step comes near
@@ -91,7 +91,7 @@ def items(*arrivals: float, tokens: int = 3) -> list[WorkItem]:
 
 def test_utilisation_counts_the_time_between_requests_as_idle():
     engine = virtual_engine(SECOND)
-    service.serve_bounded(engine, items(0.0, 9.0))
+    service.serve_bounded([engine], items(0.0, 9.0))
     limits = Ceilings(bytes_per_s=1e6, flops_per_s=1e6)
     found = service.utilisation(engine.records, SECOND.config, "bf16", 0.0, limits)
     assert found["busy_share"] == pytest.approx(6 / 12) and found["mean_rows"] == 1.0
@@ -103,7 +103,7 @@ def test_utilisation_counts_the_time_between_requests_as_idle():
 
 def test_a_bounded_queue_refuses_whoever_finds_it_full():
     engine = virtual_engine(SECOND, max_batch=1)
-    refused = service.serve_bounded(engine, items(0.0, 0.5, 0.6, 0.7, 5.5, tokens=4), most_waiting=2)
+    refused = service.serve_bounded([engine], items(0.0, 0.5, 0.6, 0.7, 5.5, tokens=4), most_waiting=2)
     assert refused == [3], "one runs, two wait, the fourth finds two waiting; the fifth comes when one has gone"
     assert sorted(record.request_id for record in engine.records.requests) == [0, 1, 2, 4]
 
@@ -124,3 +124,121 @@ def test_gauges_under_load_are_those_of_the_records():
 
 def test_chats_fit_their_context():
     assert all(len(item.prompt_ids) + item.max_tokens <= 8192 for item in service.chats(50, 1.0))
+
+
+# --- 07: who is present, and what a load test sees --------------------------------------------------------------
+
+
+def test_littles_law_by_hand():
+    lives = [(0.0, 4.0), (1.0, 2.0), (2.0, 8.0)]
+    assert service.number_present(lives) == [(0.0, 1), (1.0, 2), (2.0, 2), (4.0, 1), (8.0, 0)]
+    law = service.littles_law(lives)
+    assert law == {"mean_present": 11 / 8, "rate_per_s": 3 / 8, "mean_stay_s": 11 / 3}
+
+
+@pytest.mark.parametrize("where", ["system", "queue", "service"])
+def test_littles_law_holds_in_records(where):
+    engine = virtual_engine(SECOND, max_batch=2)
+    service.serve_bounded([engine], items(0.0, 0.5, 3.7, 3.9, 8.1, tokens=5))
+    law = service.littles_law(service.lives(engine.records, where))
+    assert law["mean_present"] == pytest.approx(law["rate_per_s"] * law["mean_stay_s"], rel=1e-12)
+    with pytest.raises(ValueError, match="system, queue, service"):
+        service.lives(engine.records, "kitchen")
+
+
+def test_arrivals_are_stretched_to_a_rate():
+    stretched = service.at_rate(items(0.0, 1.0, 2.0, 8.0), per_s=1.5)
+    assert [item.arrival for item in stretched] == pytest.approx([0.0, 0.25, 0.5, 2.0])
+
+
+def test_the_closed_loop_does_not_see_the_long_prompt():
+    runs = service.one_long_prompt(CostModel.of_device("a100-80gb", LLAMA), requests=30, clients=4)
+    closed, opened = (
+        metrics.latencies([r for r in records.requests if r.prompt_tokens < 60_000])["ttft_s"]
+        for records in runs.values())
+    assert closed["n"] == opened["n"] and opened["p90"] > closed["p90"]
+
+
+def test_open_and_closed_serve_everybody_in_every_loop(model):
+    asked = items(0.0, 0.1, 0.2, 0.3, tokens=2)
+    runs = service.open_and_closed(model, asked, clients=2, loads=(0.5,))
+    assert [len(records.requests) for records in runs.values()] == [4, 4]
+    assert next(iter(runs)) == "closed, 2 clients" and max(s.rows for s in next(iter(runs.values())).steps) == 2
+
+
+# --- 09, 10: pools, and the example here ------------------------------------------------------------------------
+
+
+def test_pools_keep_people_and_jobs_apart():
+    asked = service.two_kinds(interactive=3, per_s=2.0, jobs=2, prompt=4, answer=2, job_prompt=8, job_answer=3)
+    assert [service.is_job(item) for item in asked] == [False] * 3 + [True] * 2
+    engines = [virtual_engine(SECOND) for _ in range(3)]
+    fleet.serve(engines, asked, service.pools(1))
+    assert len(engines[0].records.requests) == 3 and sum(len(e.records.requests) for e in engines[1:]) == 2
+
+
+def test_more_rows_make_more_tokens_per_second():
+    few, many = service.batch_limits(SECOND, (1, 4), items(0.0, 0.0, 0.0, 0.0), clients=4)
+    assert many["tokens_per_s"] > 2 * few["tokens_per_s"] and (few["mean_rows"], many["mean_rows"]) == (1.0, 4.0)
+
+
+def test_the_example_here_lets_as_many_clients_in_as_fit(model):
+    found = service.worked_example_here(model, "tiny", requests=8, context=32, answer=8, static_batch=2, fit=4)
+    assert [row["clients"] for row in found.rows] == [4, 4, 8]
+    assert [row["mean_rows"] for row in found.rows] == pytest.approx([2, 4, 8], rel=0.2)
+    for row in found.rows:
+        assert row["cost_per_million_output_tokens"] == pytest.approx(0.1 / 3600 / row["tokens_per_s"] * 1e6)
+
+
+# --- 11: diagnose -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", diagnose.CASES)
+def test_each_case_yields_to_its_cure_and_not_to_the_tempting_one(name):
+    case = diagnose.CASES[name]
+    assert diagnose.diagnose(name, case.cure, requests=30).times_better >= 1.2
+    assert diagnose.diagnose(name, case.tempting, requests=30).times_better < 1.2
+
+
+def test_unknown_cases_and_cures_are_refused():
+    with pytest.raises(ValueError, match=r"unknown case 'fever'; known: slow start"):
+        diagnose.diagnose("fever")
+    with pytest.raises(ValueError, match=r"unknown cure 'rest'; known: cache prompts"):
+        diagnose.diagnose("crowd", "rest")
+
+
+def test_without_a_cure_nothing_is_compared():
+    found = diagnose.diagnose("alone and slow", requests=20)
+    assert found.times_better == 1 and list(found.records) == ["before"]
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------
+
+
+def test_pictures_of_a_run_state_what_its_records_say():
+    engine = virtual_engine(SECOND, max_batch=1)
+    service.serve_bounded([engine], items(0.0, 0.5, 1.0))
+    lives, run = title_of(service_plots.request_lives(engine.records)), {"all": engine.records}
+    queue = metrics.latencies(engine.records.requests)["queue_s"]["max"]
+    assert f"the longest wait {queue:.2g} s" in lives
+    assert "1.0 rows on average, up to 2 waiting" in title_of(service_plots.over_time(run))
+    law = service.littles_law(service.lives(engine.records))
+    assert f"{law['mean_present']:.3g} are present on average" in title_of(service_plots.presence(engine.records))
+    ttft = metrics.latencies(engine.records.requests)["ttft_s"]
+    asked = {"all": engine.records.requests}
+    assert f"all: {ttft['p50']:.2g} and {ttft['p90']:.2g} s" in title_of(service_plots.latency_distributions(asked))
+
+
+def test_shares_are_those_of_the_percentile():
+    values = [5.0, 1.0, 3.0, 2.0]
+    ordered, shares = service_plots.shares(values)
+    assert all(metrics.percentile(values, round(100 * share)) == value
+               for value, share in zip(ordered, shares, strict=True))
+
+
+def test_every_name_of_the_appendix_is_there():
+    assert all(names.resolve(name.here) is not None for name in names.NAMES)
+    for gone in ("Engine.max_rows", "minillm.ladder.paged.Nothing", "nowhere.at.all"):
+        with pytest.raises(LookupError):
+            names.resolve(gone)
+    assert names.names_table(3).count("\n") == 1 + sum(name.chapter == 3 for name in names.NAMES)

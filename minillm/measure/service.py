@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby, pairwise
+
+import numpy as np
 
 from minillm.ladder.engine import Engine
-from minillm.ladder.quantized import native_format
+from minillm.ladder.quantized import kv_bytes_per_token, native_format
 from minillm.ladder.records import Records
 from minillm.measure import chapters, metrics
-from minillm.measure.fleet import run_until
-from minillm.measure.measurement import Measurement, time_seconds
+from minillm.measure.fleet import Router, least_loaded, run_until, serve
+from minillm.measure.measurement import Measurement, Spread, time_seconds
 from minillm.measure.roofline import Ceilings, StepShape, StepWork, least_work
 from minillm.measure.virtual import CostModel, shape_of, virtual_engine
-from minillm.measure.workload import WorkItem, chat, worked_example
+from minillm.measure.workload import WorkItem, chat, play, random_ids, worked_example
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.weights import RandomTensors
@@ -103,6 +106,91 @@ def utilisation(records: Records, config: ModelConfig, kv_format: str, weight_by
     }
 
 
+# -- 07: load, and who is in the system -----------------------------------------------------------
+
+
+def at_rate(items: Sequence[WorkItem], per_s: float) -> list[WorkItem]:
+    """The same requests in the same order, their arrivals stretched to so many a second on average."""
+    now = (len(items) - 1) / (max(item.arrival for item in items) - min(item.arrival for item in items))
+    return [replace(item, arrival=item.arrival * now / per_s) for item in items]
+
+
+def open_and_closed(
+    model, items: Sequence[WorkItem], clients: int, loads: Sequence[float], **settings
+) -> dict[str, Records]:
+    """The same requests of so many clients in a closed loop, then in an open one at shares of the rate that gave.
+
+    A step takes as many rows as there are clients, so that the closed loop keeps it full.
+    """
+    longest = max(len(item.prompt_ids) + item.max_tokens for item in items)
+    settings = {"max_context": longest, "prefix_cache": False, "max_batch": clients, **settings}
+    chapters.warm_up(model)
+    closed = Engine(model, **settings)
+    play(closed, items, clients)
+    runs = {f"closed, {clients} clients": closed.records}
+    rate = len(items) / (closed.records.ended - closed.records.began)
+    for load in loads:
+        engine = Engine(model, **settings)
+        play(engine, at_rate(items, load * rate))
+        runs[f"open, {load * rate:.2g} a second"] = engine.records
+    return runs
+
+
+def number_present(lives: Sequence[tuple[float, float]]) -> list[tuple[float, int]]:
+    """(moment, how many are present from then on), from when each came and went; at equal moments, after both."""
+    changes = sorted([(came, 1) for came, _ in lives] + [(went, -1) for _, went in lives])
+    steps, present = [], 0
+    for moment, same in groupby(changes, key=lambda change: change[0]):
+        present += sum(change for _, change in same)
+        steps.append((moment, present))
+    return steps
+
+
+def littles_law(lives: Sequence[tuple[float, float]]) -> dict:
+    """L = lambda W over a time that saw everybody come and go (Little, 1961).
+
+    mean_present is integrated over time and knows nothing of who is who; rate and mean_stay_s
+    are taken from the requests and know nothing of who met whom.
+    """
+    steps = number_present(lives)
+    span = steps[-1][0] - steps[0][0]
+    area = sum(present * (later - moment) for (moment, present), (later, _) in pairwise(steps))
+    return {
+        "mean_present": area / span, "rate_per_s": len(lives) / span,
+        "mean_stay_s": sum(went - came for came, went in lives) / len(lives),
+    }
+
+
+def lives(records: Records, where: str = "system") -> list[tuple[float, float]]:
+    """When each finished request came and went: into the system, the "queue" before it, or "service" behind that."""
+    known = {"system": ("arrival", "finish"), "queue": ("arrival", "first_scheduled"),
+             "service": ("first_scheduled", "finish")}
+    if where not in known:
+        raise ValueError(f"unknown place {where!r}; known: {', '.join(known)}")
+    came, went = known[where]
+    return [(getattr(record, came), getattr(record, went)) for record in records.requests]
+
+
+def one_long_prompt(
+    cost: CostModel, requests: int = 200, clients: int = 8, long_prompt: int = 60_000
+) -> dict[str, Records]:
+    """Chats, and in their middle one prompt as long as a book, computed whole; closed loop, then open at its rate.
+
+    The records are those of all requests; the book is the one with the longest prompt.
+    """
+    items = chats(requests, 1.0)
+    middle = items[len(items) // 2]
+    items.insert(len(items) // 2, replace(middle, prompt_ids=[0] * long_prompt))
+    settings = {"chunked_prefill": False, "prefix_cache": False, "max_step_tokens": long_prompt,
+                "max_context": 2 * long_prompt, "max_batch": 64, "kv_memory": 60 * 10**9}
+    closed = virtual_engine(cost, **settings)
+    play(closed, items, clients)
+    rate = len(items) / (closed.records.ended - closed.records.began)
+    opened = virtual_engine(cost, **settings)
+    play(opened, at_rate(items, rate))
+    return {f"closed, {clients} clients": closed.records, f"open, {rate:.2g} a second": opened.records}
+
+
 # -- 08: capacity ---------------------------------------------------------------------------------
 
 
@@ -128,7 +216,7 @@ def under_load(cost: CostModel, items: Sequence[WorkItem], most_waiting: int | N
     most_waiting: a request that finds so many before it in the queue is refused.
     """
     engine = virtual_engine(cost, **{"prefix_cache": False, "max_batch": 256, "max_step_tokens": 2048, **settings})
-    refused = serve_bounded(engine, items, most_waiting)
+    refused = serve_bounded([engine], items, most_waiting)
     records, pool = engine.records, engine.scheduler.memory.pool
     limits = Ceilings(cost.bytes_per_s, cost.flops_per_s)
     found = metrics.summary(records, pool.block_size)
@@ -140,17 +228,23 @@ def under_load(cost: CostModel, items: Sequence[WorkItem], most_waiting: int | N
     }
 
 
-def serve_bounded(engine: Engine, items: Sequence[WorkItem], most_waiting: int | None = None) -> list[int]:
-    """The open loop with a bounded queue; the numbers of the items that were refused. `engine.records` has the rest."""
+def serve_bounded(engines: Sequence[Engine], items: Sequence[WorkItem], most_waiting: int | None = None) -> list[int]:
+    """The open loop with bounded queues, each request to the least loaded engine; the numbers of the items refused.
+
+    most_waiting: of a queue that refuses the next; None for no bound. The engines' records have the rest.
+    """
     refused = []
     for index in sorted(range(len(items)), key=lambda i: items[i].arrival):
         item = items[index]
-        run_until(engine, item.arrival)
+        for engine in engines:
+            run_until(engine, item.arrival)
+        engine = least_loaded(engines, item)
         if most_waiting is not None and engine.stats().waiting >= most_waiting:
             refused.append(index)
         else:
             engine.add(item.prompt_ids, item.params, request_id=index, arrival=item.arrival)
-    run_until(engine, float("inf"))
+    for engine in engines:
+        run_until(engine, float("inf"))
     return refused
 
 
@@ -167,3 +261,107 @@ def percentiles(found: dict) -> dict:
 def in_ms(seconds: float | None) -> float | None:
     """Milliseconds, or None of nothing."""
     return None if seconds is None else seconds * 1e3
+
+
+# -- 09: latency or throughput --------------------------------------------------------------------
+
+
+def batch_limits(cost: CostModel, limits: Sequence[int], items: Sequence[WorkItem], clients: int) -> list[dict]:
+    """The same clients, in a closed loop, at servers that differ in the most rows of a step."""
+    rows = []
+    for most in limits:
+        engine = virtual_engine(cost, max_batch=most, max_step_tokens=2048, prefix_cache=False, kv_memory=60 * 10**9)
+        play(engine, items, clients)
+        found = metrics.summary(engine.records)
+        rows.append({"max_batch": most, "tokens_per_s": found["output_tokens_per_s"],
+                     "mean_rows": found["batch"]["mean_rows"], **percentiles(found)})
+    return rows
+
+
+def two_kinds(
+    interactive: int, per_s: float, jobs: int, prompt: int = 512, answer: int = 96, job_prompt: int = 3072,
+    job_answer: int = 384, seed: int = 0,
+) -> list[WorkItem]:
+    """People who arrive at random and wait for short answers, and long jobs of a batch, all there at the start."""
+    draw = np.random.default_rng(seed)
+    arrivals = draw.exponential(1 / per_s, interactive).cumsum()
+    people = [WorkItem(float(arrival), random_ids(draw, prompt, 1.0), answer) for arrival in arrivals]
+    return people + [WorkItem(0.0, random_ids(draw, job_prompt, 1.0), job_answer) for _ in range(jobs)]
+
+
+def is_job(item: WorkItem) -> bool:
+    """Whether an item of `two_kinds` is a job of the batch."""
+    return item.arrival == 0.0
+
+
+def pools(for_people: int) -> Router:
+    """People go to the first so many engines, jobs to the others; within a pool to the least loaded."""
+    def route(engines: Sequence[Engine], item: WorkItem) -> Engine:
+        return least_loaded(engines[for_people:] if is_job(item) else engines[:for_people], item)
+
+    return route
+
+
+def mixed_and_pools(cost: CostModel, items: Sequence[WorkItem], gpus: int = 4, for_people: int = 2) -> list[dict]:
+    """The same GPUs as one mixed pool, and as two: people with small chunks and batches, jobs with large ones."""
+    common = {"prefix_cache": False, "kv_memory": 60 * 10**9}
+    small, large = {"max_batch": 32, "max_step_tokens": 512}, {"max_batch": 128, "max_step_tokens": 2048}
+    setups = {
+        "one mixed pool": ([large] * gpus, least_loaded),
+        f"pools of {for_people} and {gpus - for_people}": (
+            [small] * for_people + [large] * (gpus - for_people), pools(for_people)),
+    }
+    rows = []
+    for name, (settings, route) in setups.items():
+        engines = [virtual_engine(cost, **common, **each) for each in settings]
+        records = serve(engines, items, route)
+        whole = metrics.merge([engine.records for engine in engines])
+        people = [record for record, item in zip(records, items, strict=True) if not is_job(item)]
+        ends = [record.finish for record, item in zip(records, items, strict=True) if is_job(item)]
+        rows.append({
+            "setup": name, **percentiles(metrics.latencies(people)), "jobs_done_s": max(ends, default=None),
+            "tokens_per_s": whole.totals["output_tokens"] / (whole.ended - whole.began),
+        })
+    return rows
+
+
+# -- 10: the worked example, here -----------------------------------------------------------------
+
+
+def worked_example_here(
+    model, name: str, requests: int = 32, context: int = 96, answer: int = 32, static_batch: int = 4, fit: int = 8,
+    price_per_hour: float = 0.1,
+) -> Measurement:
+    """The articles' three setups at this machine's scale, in one byte budget that holds so many full contexts.
+
+    A closed loop of as many clients as fit (twice the batch for the static one, whose queue
+    is part of it); every prompt is computed.
+    """
+    chapters.warm_up(model)
+    native = native_format(model.dtype)
+    memory = fit * context * kv_bytes_per_token(model.config, native)
+    rows = []
+    for setup, kv_format, clients, settings in (
+        (f"static batch of {static_batch}", native, 2 * static_batch,
+         {"batching": "static", "kv": "slots", "max_batch": static_batch}),
+        ("continuous, paged", native, fit, {}),
+        ("continuous, paged, 8-bit KV", "int8", min(requests, blocks_fit(model.config, memory, context, "int8")), {}),
+    ):
+        engine = Engine(model, **{"kv_format": kv_format, "kv_memory": memory, "max_context": context,
+                                  "prefix_cache": False, "max_batch": clients, **settings})
+        play(engine, worked_example(requests, context, answer), clients)
+        found = metrics.summary(engine.records, price_per_hour=price_per_hour)
+        rows.append({
+            "setup": setup, "clients": clients, "mean_rows": found["batch"]["mean_rows"],
+            "tokens_per_s": found["output_tokens_per_s"],
+            "times_static": found["output_tokens_per_s"] / rows[0]["tokens_per_s"] if rows else 1.0,
+            **percentiles(found), "cost_per_million_output_tokens": found["cost_per_million_output_tokens"],
+        })
+    speeds = Spread.of([row["tokens_per_s"] for row in rows], warmups=1)
+    return chapters.measured("worked_example_here", model, name, rows, speeds)
+
+
+def blocks_fit(config: ModelConfig, memory: int, context: int, kv_format: str, block_size: int = 16) -> int:
+    """Requests of a full context whose blocks fit into these bytes."""
+    blocks = memory // (block_size * kv_bytes_per_token(config, kv_format))
+    return blocks // -(-context // block_size)

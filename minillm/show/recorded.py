@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from minillm.measure.claims import LEDGER
 from minillm.measure.measurement import MEASUREMENTS, Measurement
 from minillm.show.tables import filled, text_table
 
@@ -33,3 +34,13 @@ def heading(run: Measurement) -> str:
 
 def on_gpu(run: Measurement) -> bool:
     return "CUDA" in run.provenance.driver
+
+
+def verdict_here(claim_id: str, rows: Sequence[Mapping]) -> str:
+    """The ledger's own verdict on one claim, from rows that were measured just now; ValueError for an unknown one."""
+    claim = next((claim for claim in LEDGER if claim.id == claim_id and claim.judge), None)
+    if claim is None:
+        known = ", ".join(claim.id for claim in LEDGER if claim.judge)
+        raise ValueError(f"no rule judges a claim {claim_id!r}; known: {known}")
+    found = claim.judge(rows)
+    return f"{claim.id}  {claim.sentence}\n    {found.word}: {found.measured}"

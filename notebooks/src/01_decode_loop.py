@@ -14,6 +14,16 @@
 # run fetches SmolLM2-135M-Instruct (93 MB).
 
 # %%
+# Where the package is missing, as on Colab: open this page inside a copy of the repository, and this installs it.
+# ("minillm" on PyPI is another project.)
+import importlib.util
+import subprocess
+import sys
+
+if importlib.util.find_spec("minillm") is None:
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "..[lab]"], check=True)
+
+# %%
 import os
 import time
 
@@ -343,3 +353,7 @@ bytes_a_token, tokens_in_60_gb = None, None
 right = kv_bytes_per_token(minillm.ModelConfig.preset("llama-3-8b"), "bf16")
 for answer, expected in ((bytes_a_token, right), (tokens_in_60_gb, 60 * 10**9 // right)):
     print("not answered yet" if answer is None else "right" if answer == expected else "no: check each factor")
+
+# %% [markdown]
+# [How these pages are made](README.md) · before: [0 · Your machine](00_your_machine.ipynb) · next:
+# [2 · Static batches](02_static_batching.ipynb)

@@ -15,6 +15,16 @@
 # comes first.
 
 # %%
+# Where the package is missing, as on Colab: open this page inside a copy of the repository, and this installs it.
+# ("minillm" on PyPI is another project.)
+import importlib.util
+import subprocess
+import sys
+
+if importlib.util.find_spec("minillm") is None:
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "..[lab]"], check=True)
+
+# %%
 import os
 
 import torch
@@ -305,3 +315,7 @@ def check(answer):
 
 
 print(f"as they came: {as_they_came} idle slot-steps. Sorted: {check(sorted_idle)}")
+
+# %% [markdown]
+# [How these pages are made](README.md) · before: [1 · The decode loop](01_decode_loop.ipynb) · next:
+# [3 · Continuous batching](03_continuous_batching.ipynb)

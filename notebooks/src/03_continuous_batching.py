@@ -13,6 +13,16 @@
 # **To run this page**: `make lab` in the repository, or `pip install -e ".[lab]"` and open the notebook.
 
 # %%
+# Where the package is missing, as on Colab: open this page inside a copy of the repository, and this installs it.
+# ("minillm" on PyPI is another project.)
+import importlib.util
+import subprocess
+import sys
+
+if importlib.util.find_spec("minillm") is None:
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "..[lab]"], check=True)
+
+# %%
 import heapq
 import os
 
@@ -309,3 +319,7 @@ def gain(lengths, slots=8):
 
 
 print(f"gain in steps: {gain(lengths):.2f}")
+
+# %% [markdown]
+# [How these pages are made](README.md) · before: [2 · Static batches](02_static_batching.ipynb) · next:
+# [4 · Paged KV](04_paged_kv.ipynb)

@@ -14,6 +14,16 @@
 # **To run this page**: `make lab` in the repository, or `pip install -e ".[lab]"` and open the notebook.
 
 # %%
+# Where the package is missing, as on Colab: open this page inside a copy of the repository, and this installs it.
+# ("minillm" on PyPI is another project.)
+import importlib.util
+import subprocess
+import sys
+
+if importlib.util.find_spec("minillm") is None:
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "..[lab]"], check=True)
+
+# %%
 import os
 from dataclasses import replace
 
@@ -384,3 +394,7 @@ right = (found("Today is Monday. " + SYSTEM, "Today is Tuesday. " + SYSTEM),
          found(SYSTEM + " Today is Monday.", SYSTEM + " Today is Tuesday."))
 for answer, expected in zip((found_in_front, found_at_the_end), right, strict=True):
     print("not answered yet" if answer is None else "right" if answer == expected else "no: whole blocks of 16 count")
+
+# %% [markdown]
+# [How these pages are made](README.md) · before: [3 · Continuous batching](03_continuous_batching.ipynb) · next:
+# [5 · Quantised KV](05_quantized_kv.ipynb)

@@ -1,0 +1,308 @@
+# %% [markdown]
+# # 7 · Serving metrics
+#
+# The chapters before made a server. Now people use it, and come when they like. This chapter measures what they
+# feel, and what the operator sees; and shows which of the usual figures mislead.
+#
+# **You will learn**
+# - the four times of a request, and where the queue hides in them;
+# - what a percentile says, and from how many values on;
+# - why a load test may report fine latencies while people wait;
+# - a law that ties throughput, latency and batch together, exactly;
+# - why "GPU utilisation 98 %" tells you nothing about useful work.
+#
+# **To run this page**: `make lab` in the repository, or `pip install -e ".[lab]"` and open the notebook.
+
+# %%
+# Where the package is missing, as on Colab: open this page inside a copy of the repository, and this installs it.
+# ("minillm" on PyPI is another project.)
+import importlib.util
+import subprocess
+import sys
+
+if importlib.util.find_spec("minillm") is None:
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "..[lab]"], check=True)
+
+# %%
+import os
+from statistics import mean
+
+import minillm
+from minillm import metrics
+from minillm.measure import limits, service
+from minillm.measure.measurement import device_name
+from minillm.measure.setting import Setting
+from minillm.measure.virtual import CostModel, virtual_engine
+from minillm.measure.workload import WorkItem, chat, play
+from minillm.show import service_plots
+from minillm.show.recorded import recorded, verdict_here
+from minillm.show.source import show_source
+from minillm.show.tables import text_table
+
+QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
+setting = Setting(quick=QUICK)
+model = setting.model
+llama = minillm.ModelConfig.preset("llama-3-8b")
+print(device_name(model.device))
+
+# %% [markdown]
+# ## Four times
+#
+# - **Queue**: from arrival until the scheduler first plans the request.
+# - **TTFT**, time to first token: from arrival. The queue is in it.
+# - **ITL**, inter-token latency: from one step that gave the request tokens to the next.
+# - **Latency**: from arrival to the last token.
+#
+# Two requests arrive at second 0 at a server with one row. Every step takes exactly one second. Each has a prompt of
+# three tokens, which one step reads, and an answer of three.
+#
+# Predict for the *second* request: queue, TTFT, ITL, latency.
+
+# %%
+my_guess = {"queue": None, "TTFT": None, "ITL": None, "latency": None}
+
+# %%
+# NBVAL_CHECK_OUTPUT
+FOREVER = 1e30
+second_a_step = CostModel(llama, "bf16", 0, FOREVER, FOREVER, FOREVER, overhead_s=1.0)
+engine = virtual_engine(second_a_step, max_batch=1)
+play(engine, [WorkItem(0.0, [1, 2, 3], 3), WorkItem(0.0, [4, 5, 6], 3)])
+for record in engine.records.requests:
+    queue, ttft = record.first_scheduled - record.arrival, record.first_token - record.arrival
+    itl = [gap for gap, _ in metrics.step_gaps(record)]
+    print(f"{record.request_id}: queue {queue:.0f} s, TTFT {ttft:.0f} s, ITL {itl} s, "
+          f"latency {record.finish - record.arrival:.0f} s")
+
+# %% [markdown]
+# The second one's TTFT is four times the first one's, and three quarters of it is queue. No faster prefill would help
+# it much.
+#
+# ## Build
+#
+# The engine writes down what happened and decides nothing with it. Every figure is computed afterwards, from these
+# records, by these functions.
+
+# %%
+show_source(metrics.percentile, metrics.step_gaps, metrics.latencies)
+
+# %% [markdown]
+# ## Percentiles
+#
+# p99 is the value that 99 of 100 do not exceed. Here it is always a value that really occurred: the one at rank
+# n · 99 / 100, rounded up. What are p50 and p99 of the numbers 1 to 200? And of 1 to 10?
+
+# %%
+# NBVAL_CHECK_OUTPUT
+for n in (200, 10):
+    found = metrics.distribution(list(range(1, n + 1)))
+    print(f"1 to {n}: p50 {found['p50']}, p99 {found['p99']}, max {found['max']}; {found['warning'] or 'no warning'}")
+
+# %% [markdown]
+# From fewer than 100 values, p99 is the highest value and nothing more. So n stands beside every percentile here.
+#
+# Percentiles cannot be averaged. Two servers, one fast and one slow, each with its own p99:
+
+# %%
+# NBVAL_CHECK_OUTPUT
+fast, slow = [0.1] * 990 + [1.0] * 10, [0.1] * 80 + [5.0] * 20  # seconds; 1,000 requests and 100
+of_both = metrics.percentile(fast + slow, 99)
+averaged = mean([metrics.percentile(fast, 99), metrics.percentile(slow, 99)])
+print(f"mean of the two p99: {averaged:.2f} s; p99 of all 1,100 requests: {of_both:.2f} s")
+
+# %% [markdown]
+# ## Measure: people arrive
+#
+# Chats with the lengths of a real service (shrunk to this machine). First a **closed loop**: four clients, each of
+# whom asks again when answered. It finds out how much this machine can do with four rows. Then **open loops**, where
+# requests arrive at random, whatever the server does: at 60 % and at 120 % of that rate.
+
+# %%
+show_source(service.open_and_closed)
+
+# %%
+items = chat(16 if QUICK else 60, rate=1.0, scale=1 / 32 if QUICK else 1 / 16)
+runs = service.open_and_closed(model, items, clients=4, loads=(0.6, 1.2))
+rows = [{"run": name, "n": len(records.requests), **service.percentiles(metrics.summary(records)),
+         "tokens_per_s": metrics.summary(records)["output_tokens_per_s"]} for name, records in runs.items()]
+LATENCY = {"run": "loop", "n": "n", "tokens_per_s": "tokens/s", "queue_p50_s": "queue p50, s",
+           "ttft_p50_s": "TTFT p50, s", "ttft_p99_s": "TTFT p99, s", "itl_p50_ms": "ITL p50, ms",
+           "itl_p99_ms": "ITL p99, ms", "latency_p50_s": "latency p50, s"}
+print(text_table(rows, LATENCY))
+
+# %%
+service_plots.request_lives(list(runs.values())[-1])
+
+# %% [markdown]
+# Where more arrive than the server can do, the queue grows as long as people keep coming, and late arrivals wait
+# longest. There is no steady state, and a percentile of such a run says mostly how long the run was.
+
+# %%
+service_plots.latency_distributions({name: records.requests for name, records in runs.items()})
+
+# %% [markdown]
+# Right: most gaps have the length of a decode step; the tail is the steps in which somebody else's prompt was read.
+#
+# ## What the operator sees
+#
+# Rows, duration, queue and cache, step by step:
+
+# %%
+service_plots.over_time({name: records for name, records in runs.items() if "open" in name})
+
+# %% [markdown]
+# They belong together. Few rows and an empty queue: there is no work. Few rows and a full queue: something stops
+# requests from joining, memory or a limit. Many rows and a growing queue: the machine is simply full.
+#
+# ## Little's law
+#
+# If λ requests arrive a second and each stays W seconds, then L = λ W are present on average. No assumption about
+# arrivals or order is needed (Little, 1961). We compute the left side by integrating over time how many are present,
+# and the right side from the requests' own records. The two computations share nothing.
+
+# %%
+show_source(service.number_present, service.littles_law)
+
+# %%
+# NBVAL_CHECK_OUTPUT
+for where in ("system", "queue", "service"):
+    laws = [service.littles_law(service.lives(records, where)) for records in runs.values()]
+    same = [abs(law["mean_present"] - law["rate_per_s"] * law["mean_stay_s"]) < 1e-9 for law in laws]
+    print(f"in the {where}: L = lambda W in every run: {all(same)}")
+
+# %%
+service_plots.presence(list(runs.values())[1])
+
+# %% [markdown]
+# Use it as a pencil. A server at 5 requests a second whose requests take 8 s holds 40 at a time. If its batch is
+# limited to 32, the other 8 are in the queue, or W grows.
+#
+# Predict: the closed loop had four clients. How many requests were present on average?
+
+# %%
+my_guess = None
+
+# %%
+# NBVAL_CHECK_OUTPUT
+closed = service.littles_law(service.lives(runs["closed, 4 clients"]))
+print("never more than its four clients:", closed["mean_present"] <= 4)
+print("and more than half of them on average:", closed["mean_present"] > 2)
+
+# %% [markdown]
+# ## Where it loses: the load test that does not see
+#
+# Somebody sends a prompt of 60,000 tokens, and this server reads it in one step (no chunks; chapter 3). Everybody
+# stands still for seconds. We serve the same chats around it twice, in virtual time on an A100: in a closed loop of
+# eight clients, and in an open loop at the same rate.
+#
+# Which of the two reports the longer p90 of the time to first token, and by how much? Write it down.
+
+# %%
+my_guess = None
+
+# %%
+show_source(service.one_long_prompt)
+
+# %%
+stalled = service.one_long_prompt(CostModel.of_device("a100-80gb", llama), requests=60 if QUICK else 200)
+BOOK = 60_000
+others = {name: [record for record in records.requests if record.prompt_tokens < BOOK]
+          for name, records in stalled.items()}
+service_plots.latency_distributions(others)
+
+# %%
+# NBVAL_CHECK_OUTPUT
+in_closed, in_open = (metrics.latencies(requests)["ttft_s"] for requests in others.values())
+print("the same requests were served:", in_closed["n"] == in_open["n"])
+print("the open loop's p90 is more than twice the closed one's:", in_open["p90"] > 2 * in_closed["p90"])
+
+# %% [markdown]
+# In the closed loop seven clients waited, and *stopped asking*. Whoever would have come in those seconds was never
+# measured. Real people do not wait for the server before they arrive. This error has a name: coordinated omission.
+#
+# So a figure here always names its loop.
+#
+# ## The utilisation illusion
+#
+# The usual gauge of a GPU says in what share of the time *something* ran. On a CPU it is the share of processor time
+# that was used. Neither asks what was achieved. We decode with one row and then with 64, and read the gauge both
+# times. Guess both readings, and how many times more tokens the second makes.
+
+# %%
+my_guess = {"gauge at 1 row": None, "gauge at 64 rows": None, "times the tokens": None}
+
+# %%
+gauge = limits.utilisation(setting)
+GAUGE = {"rows": "rows", "gauge": "gauge", "busy_percent": "it reads, %", "tokens_per_s": "tokens/s", "mfu": "MFU",
+         "mbu": "MBU"}
+print(text_table(gauge.rows, GAUGE))
+
+# %%
+one, many = gauge.rows
+service_plots.side_by_side(
+    [{**row, "label": f"{row['rows']} rows", "mfu_percent": 100 * row["mfu"]} for row in gauge.rows], "label",
+    {"busy_percent": "gauge: busy, %", "mfu_percent": "of the matmul rate, %", "tokens_per_s": "tokens/s"},
+    f"The gauge reads {one['busy_percent'] or 0:.0f} % and {many['busy_percent'] or 0:.0f} %; the second made "
+    f"{many['tokens_per_s'] / one['tokens_per_s']:.1f} times the tokens",
+)
+
+# %%
+print(recorded("utilisation", GAUGE))
+
+# %% [markdown]
+# Watch the achieved batch instead: the mean of the rows in a step. A server that runs three rows where it could run
+# forty is the whole problem, and no gauge of busyness shows it.
+
+# %%
+for name, records in runs.items():
+    rows_a_step = metrics.batch(records)["mean_rows"]
+    busy = records.totals["busy_seconds"] / (records.ended - records.began)
+    print(f"{name}: {rows_a_step:.1f} rows a step; a step was running {busy:.0%} of the time")
+
+# %% [markdown]
+# ## What a production engine calls this
+#
+# | here | vLLM | SGLang |
+# |---|---|---|
+# | queue | `vllm:request_queue_time_seconds` | `sglang:queue_time_seconds` |
+# | TTFT | `vllm:time_to_first_token_seconds` | `sglang:time_to_first_token_seconds` |
+# | ITL | `vllm:inter_token_latency_seconds` | `sglang:inter_token_latency_seconds` |
+# | latency | `vllm:e2e_request_latency_seconds` | `sglang:e2e_request_latency_seconds` |
+# | rows, waiting | `vllm:num_requests_running`, `_waiting` | `sglang:num_running_reqs`, `num_queue_reqs` |
+# | cache held | `vllm:kv_cache_usage_perc` | `sglang:token_usage` |
+# | open loop, closed loop | `vllm bench serve --request-rate`, `--max-concurrency` | `bench_serving`, the same two |
+#
+# Both export histograms, whose buckets bound how exactly a percentile can be read. TPOT, "time per output token", is
+# the latency after the first token over the tokens after it: a request's mean ITL.
+#
+# ## Claims of the ledger that this page settles
+
+# %%
+print(verdict_here("A5", gauge.rows))
+
+# %%
+# NBVAL_CHECK_OUTPUT
+watched = metrics.summary(list(runs.values())[-1], block_size=16)
+seen = {"TTFT": watched["ttft_s"]["p99"], "ITL": watched["itl_per_step_s"]["p99"],
+        "tokens/s": watched["output_tokens_per_s"], "achieved batch": watched["batch"]["mean_rows"],
+        "cache held": watched["kv"]["peak_share"], "queue depth": watched["queue_depth"]["mean"],
+        "queue time": watched["queue_s"]["p99"]}
+print("F4, everything to be watched is in the records:", all(value is not None for value in seen.values()))
+print("watched:", ", ".join(seen))
+
+# %% [markdown]
+# ## Exercise
+#
+# An operator reads: 12 requests a second, mean latency 2.5 s, 20 rows in the step on average. How many requests wait
+# in the queue on average, and how long does one wait? Fill in both. Exercise 10 in the folder `exercises` lets you
+# write TTFT, ITL and percentiles yourself.
+
+# %%
+waiting, wait_s = None, None
+
+for answer, right in ((waiting, 12 * 2.5 - 20), (wait_s, (12 * 2.5 - 20) / 12)):
+    good = answer is not None and abs(answer - right) < 0.02
+    print("not answered yet" if answer is None else "right" if good else "no: L = lambda W, of the queue too")
+
+# %% [markdown]
+# [How these pages are made](README.md) · before: [6 · Speculative decoding](06_speculative.ipynb) · next:
+# [8 · Capacity](08_capacity.ipynb)

@@ -1,0 +1,322 @@
+# %% [markdown]
+# # 9 · Latency or throughput
+#
+# A server can be set up to answer each person quickly, or to answer as many as possible. It cannot do both at its
+# best. This chapter finds out how far the two pull apart, and what can be done: pools, caps, admission, prefix
+# caching, and a split of prompts from answers.
+#
+# **You will learn**
+# - what one setting, the rows of a step, does to both;
+# - when separate pools beat one large one, and when they lose;
+# - what a cap and a bounded queue do to the tail;
+# - what prefix caching and disaggregation take out of whose way.
+#
+# Everything here is **virtual time**: the real scheduler, pool and records, and steps whose duration comes from an
+# A100's data sheet for Llama-3-8B in 16 bits. So the figures are the same on every machine. Chapters 7 and 10 measure.
+#
+# **To run this page**: `make lab` in the repository, or `pip install -e ".[lab]"` and open the notebook.
+
+# %%
+# Where the package is missing, as on Colab: open this page inside a copy of the repository, and this installs it.
+# ("minillm" on PyPI is another project.)
+import importlib.util
+import subprocess
+import sys
+
+if importlib.util.find_spec("minillm") is None:
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "..[lab]"], check=True)
+
+# %%
+import os
+
+from minillm.measure import fleet, memory, service, traffic
+from minillm.measure.setting import Setting
+from minillm.measure.workload import lognormal
+from minillm.show import service_plots
+from minillm.show.recorded import verdict_here
+from minillm.show.source import show_source
+from minillm.show.tables import text_table
+
+QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
+setting = Setting(quick=QUICK)
+a100 = traffic.cost_model()  # Llama-3-8B in 16 bits on an A100, by its data sheet
+GB = 10**9
+
+# %% [markdown]
+# ## More people
+#
+# One server, and ever more clients, each of whom asks again when answered. Predict: what happens to the tokens per
+# second of all, and to the time that one of them waits for the whole answer?
+
+# %%
+my_guess = {"tokens/s, 64 clients over 1": None, "p99 latency, 64 clients over 1": None}
+
+# %%
+load = traffic.load_sweep(setting).rows
+LOAD = {"clients": "clients", "tokens_per_s": "tokens/s", "mean_rows": "rows, mean", "ttft_p50_s": "TTFT p50, s",
+        "itl_p50_ms": "ITL p50, ms", "latency_p99_s": "latency p99, s"}
+print(text_table(load, LOAD))
+
+# %%
+alone, crowded = load[0], load[-1]
+service_plots.frontier(
+    load, "clients", "latency_p99_s", "tokens_per_s",
+    f"{crowded['clients']} clients: {crowded['tokens_per_s'] / alone['tokens_per_s']:.1f} times the tokens per second, "
+    f"and a p99 latency {crowded['latency_p99_s'] / alone['latency_p99_s']:.1f} times as long",
+    xlabel="p99 latency, s (number: clients)", ylabel="tokens per second of all",
+)
+
+# %%
+# NBVAL_CHECK_OUTPUT
+speeds, tails = ([row[name] for row in load] for name in ("tokens_per_s", "latency_p99_s"))
+print("more clients, more tokens/s, each time:", speeds == sorted(speeds))
+print("no load has 90 % of the best throughput and 110 % of the best latency:",
+      not any(row["tokens_per_s"] > 0.9 * max(speeds) and row["latency_p99_s"] < 1.1 * min(tails) for row in load))
+
+# %% [markdown]
+# Every server has such a line. Choosing a point on it is the operator's decision, and no program's.
+#
+# ## One setting, two wishes
+#
+# The load stays now, and a setting moves. 96 clients ask, wait for the answer, and ask again. The server takes at most
+# 2, 8, 32 or 128 rows into a step.
+#
+# Predict: which of the four gives the most tokens per second? Which gives the shortest time between two tokens? Which
+# the shortest latency, queue included?
+
+# %%
+my_guess = {"most tokens/s": None, "shortest ITL": None, "shortest latency": None}
+
+# %%
+show_source(service.batch_limits)
+
+# %%
+clients = 48 if QUICK else 96
+limits = service.batch_limits(a100, (2, 8, 32, 128), lognormal(0.5, 2 * clients, 48, 256), clients)
+LIMITS = {"max_batch": "most rows", "mean_rows": "rows, mean", "tokens_per_s": "tokens/s", "itl_p50_ms": "ITL p50, ms",
+          "itl_p99_ms": "ITL p99, ms", "queue_p50_s": "queue p50, s", "latency_p50_s": "latency p50, s"}
+print(text_table(limits, LIMITS))
+
+# %%
+few, many = limits[0], limits[-1]
+service_plots.frontier(
+    [{**row, "label": f"{row['max_batch']} rows"} for row in limits], "label", "itl_p99_ms", "tokens_per_s",
+    f"{many['tokens_per_s'] / few['tokens_per_s']:.1f} times the tokens per second, for "
+    f"{many['itl_p99_ms'] / few['itl_p99_ms']:.1f} times the p99 between two tokens",
+    xlabel="p99 of the time between two tokens, ms", ylabel="tokens per second",
+)
+
+# %%
+# NBVAL_CHECK_OUTPUT
+speeds, gaps = [row["tokens_per_s"] for row in limits], [row["itl_p99_ms"] for row in limits]
+print("more rows, more tokens/s, each time:", speeds == sorted(speeds))
+print("and a longer p99 between two tokens:", gaps[0] < gaps[1] < gaps[-1])
+print("small batches only move the waiting into the queue; latency is shorter with many rows:",
+      many["latency_p50_s"] < few["latency_p50_s"])
+
+# %% [markdown]
+# The last line surprises many. Under *this* load a small batch is worse for everybody, since people wait in the queue
+# instead. A small batch pays only where the load is small as well: then it bounds the gap between tokens.
+#
+# ## Pools
+#
+# Two kinds of work. People arrive at random and wait for short answers. Jobs (summaries, evaluations) were all handed
+# in at the start and only have to be done by morning. Four GPUs. Either all four take whatever comes, or two are kept
+# for people, with small chunks and at most 32 rows, and two for jobs.
+
+# %%
+show_source(service.two_kinds, service.pools, fleet.serve)
+
+# %%
+people, jobs = (60, 40) if QUICK else (160, 120)
+pooled = service.mixed_and_pools(a100, service.two_kinds(people, 8.0, jobs))
+POOLS = {"setup": "four GPUs as", "ttft_p50_s": "people: TTFT p50, s", "ttft_p99_s": "p99, s",
+         "itl_p99_ms": "ITL p99, ms", "latency_p99_s": "latency p99, s", "jobs_done_s": "jobs done after, s",
+         "tokens_per_s": "tokens/s"}
+print(text_table(pooled, POOLS))
+
+# %%
+mixed, apart = pooled
+service_plots.side_by_side(
+    pooled, "setup", {"ttft_p99_s": "people: TTFT p99, s", "latency_p99_s": "people: latency p99, s",
+                      "jobs_done_s": "jobs done after, s"},
+    f"Pools cut the p99 of people's first token from {mixed['ttft_p99_s']:.2g} to {apart['ttft_p99_s']:.2g} s; "
+    f"the jobs take {apart['jobs_done_s'] / mixed['jobs_done_s']:.2f} times as long",
+)
+
+# %%
+# NBVAL_CHECK_OUTPUT
+print("pools: people's p99 TTFT is less than a fifth:", apart["ttft_p99_s"] < mixed["ttft_p99_s"] / 5)
+print("pools: the jobs are done later:", apart["jobs_done_s"] > mixed["jobs_done_s"])
+
+# %% [markdown]
+# In the mixed pool a person waits behind the long prompts that were there first. A separate pool buys the tail with
+# idle hardware: when few people are there, their two GPUs help nobody.
+#
+# ## Where it loses: the wrong cut
+#
+# The same two pools at noon: more people than their two GPUs can serve, and few jobs.
+
+# %%
+noon = service.mixed_and_pools(a100, service.two_kinds(100 if QUICK else 300, 90.0, 12))
+print(text_table(noon, POOLS))
+
+# %%
+# NBVAL_CHECK_OUTPUT
+mixed_noon, apart_noon = noon
+print("now people's p99 to the first token is longer with pools:", apart_noon["ttft_p99_s"] > mixed_noon["ttft_p99_s"])
+
+# %% [markdown]
+# Half of the hardware has little to do while people queue at the other half. A cut must follow the traffic, or leave
+# room.
+#
+# ## Caps
+#
+# Somebody allows answers of 8,000 tokens, "to be safe". Most end long before. The server has 12 GB for its cache. What
+# does a cap of 400 do for the p99 of the latency, and for the p99 of the *time to first token*? One of the two is easy
+# to see. Guess the other. And does it matter whether the cache is kept as slots or as pages?
+
+# %%
+my_guess = None
+
+# %%
+caps = memory.output_caps(setting).rows
+CAPS = {"kv": "cache", "cap_tokens": "most tokens of an answer", "mean_rows": "rows, mean",
+        "wasted_share": "cache held and empty", "queue_p99_s": "queue p99, s", "ttft_p99_s": "TTFT p99, s",
+        "latency_p99_s": "latency p99, s"}
+print(text_table(caps, CAPS))
+
+# %%
+# NBVAL_CHECK_OUTPUT
+loose, tight, paged_loose, paged_tight = caps
+print("slots: a tighter cap, a larger batch:", tight["mean_rows"] > loose["mean_rows"])
+print("slots: a shorter p99 latency, and a shorter p99 to the first token:",
+      tight["latency_p99_s"] < loose["latency_p99_s"], tight["ttft_p99_s"] < loose["ttft_p99_s"])
+print("pages: under the loose cap already a larger batch than slots:", paged_loose["mean_rows"] > loose["mean_rows"])
+
+# %% [markdown]
+# A slot reserves for the cap. A lower cap makes smaller slots, so more requests run, and nobody waits for a slot. With
+# pages the reservation is gone, and a cap works only on answers that are really longer.
+#
+# A cap cuts answers off. That is its price, and no figure here shows it.
+#
+# ## Admission
+#
+# More requests come than one GPU can serve. Either they all queue, or a request that finds eight in the queue is told
+# at once to come again. Nobody gets more done. But who is served is served in time.
+
+# %%
+rush = service.chats(80 if QUICK else 250, rate=24.0)
+doors = [{"door": name, **service.under_load(a100, rush, most, kv_memory=60 * GB)}
+         for name, most in (("all may queue", None), ("at most 8 wait", 8))]
+DOORS = {"door": "admission", "refused_share": "refused, share", "ttft_p50_s": "TTFT p50, s",
+         "ttft_p99_s": "TTFT p99, s", "latency_p99_s": "latency p99, s", "tokens_per_s": "tokens/s"}
+print(text_table(doors, DOORS))
+
+# %%
+service_plots.over_time({row["door"]: row["records"] for row in doors})
+
+# %%
+# NBVAL_CHECK_OUTPUT
+everybody, bounded = doors
+print("with a bounded queue the p99 to the first token is less than half:",
+      bounded["ttft_p99_s"] < everybody["ttft_p99_s"] / 2)
+print("some were refused:", bounded["refused"] > 0, "and none without a bound:", everybody["refused"] == 0)
+
+# %% [markdown]
+# ## Prefix caching
+#
+# One system prompt of 4,096 tokens before short questions, six a second. Chapter 4 found most prompt tokens in the
+# pool. Here is what this does to the queue:
+
+# %%
+caching = traffic.caps_and_caching(setting)
+again, cached = (row for row in caching.rows if "prompts" in row["case"])
+SHARED = {"case": "case", "prompt_tokens_computed": "prompt tokens computed", "queue_p99_s": "queue p99, s",
+          "ttft_p50_s": "TTFT p50, s", "ttft_p99_s": "TTFT p99, s", "itl_p99_ms": "ITL p99, ms"}
+print(text_table([again, cached], SHARED))
+
+# %%
+# NBVAL_CHECK_OUTPUT
+print("the p50 to the first token is less than a third:", cached["ttft_p50_s"] < again["ttft_p50_s"] / 3)
+print("other people's tokens come evenly too, p99 less than half:", cached["itl_p99_ms"] < again["itl_p99_ms"] / 2)
+
+# %% [markdown]
+# The prompt's work has left the queue. That helps those who do not share the prefix just as much.
+#
+# ## Prompts here, answers there
+#
+# Two GPUs. Either each does everything. Or one only reads prompts and sends the finished keys and values over a link
+# (50 GB/s here) to the other, which only decodes. Which figure should get better, TTFT or ITL? Mark it.
+
+# %%
+my_guess = None
+
+# %%
+show_source(fleet.serve_disaggregated)
+
+# %%
+split = traffic.disaggregation(setting)
+SPLIT = {"layout": "prompts and answers", "ttft_p50_s": "TTFT p50, s", "ttft_p99_s": "TTFT p99, s",
+         "itl_p50_ms": "ITL p50, ms", "itl_p99_ms": "ITL p99, ms", "tokens_per_s": "tokens/s"}
+print(text_table(split.rows, SPLIT))
+
+# %%
+both, by_phase = split.rows
+service_plots.side_by_side(
+    split.rows, "layout", {"ttft_p50_s": "TTFT p50, s", "itl_p50_ms": "ITL p50, ms", "itl_p99_ms": "ITL p99, ms"},
+    f"Apart, the p99 between two tokens falls from {both['itl_p99_ms']:.0f} to {by_phase['itl_p99_ms']:.0f} ms; "
+    f"the first token takes {by_phase['ttft_p50_s'] / both['ttft_p50_s']:.1f} times as long",
+)
+
+# %%
+# NBVAL_CHECK_OUTPUT
+print("apart, the p99 between two tokens is less than half:", by_phase["itl_p99_ms"] < both["itl_p99_ms"] / 2)
+print("and about as many tokens are made, within a tenth:",
+      abs(by_phase["tokens_per_s"] / both["tokens_per_s"] - 1) < 0.1)
+
+# %% [markdown]
+# No prompt can disturb an answer any more. The price: one GPU for prompts in place of two, the transfer, and again a
+# cut that must fit the traffic. Code completion (long prompts, short answers) would leave the decoding GPU idle.
+#
+# ## What a production engine calls this
+#
+# | here | vLLM | SGLang |
+# |---|---|---|
+# | most rows of a step | `--max-num-seqs` | `--max-running-requests` |
+# | chunk budget | `--max-num-batched-tokens` | `--chunked-prefill-size` |
+# | pools | several deployments behind a router | the same; `sglang-router` |
+# | cap | `max_tokens` of a request | `max_new_tokens` |
+# | admission: a bounded queue | a proxy in front | `--max-queued-requests` |
+# | prefix caching | `--enable-prefix-caching` | RadixAttention, on by default |
+# | prompts and answers apart | `--kv-transfer-config` | `--disaggregation-mode prefill`, `decode` |
+#
+# ## Claims of the ledger that this page settles
+#
+# In virtual time, on an A100; by the ledger's own rules.
+
+# %%
+print(verdict_here("F1", load))
+print(verdict_here("F2", traffic.pools(setting).rows))
+print(verdict_here("F3", caching.rows))
+print(verdict_here("F7", split.rows))
+print(verdict_here("C9", caps))
+
+# %% [markdown]
+# ## Exercise
+#
+# The pools of noon had two GPUs for people. Find a number for which people's p99 to the first token is below that of
+# the mixed pool (one line to change), and look at what the jobs pay. Exercise 12 in the folder `exercises` asks for
+# more: a scheduler of your own that beats this one's p99.
+
+# %%
+gpus_for_people = 2
+
+tried = service.mixed_and_pools(a100, service.two_kinds(100, 90.0, 12), for_people=gpus_for_people)
+better = tried[1]["ttft_p99_s"] < tried[0]["ttft_p99_s"]
+print(f"{tried[1]['setup']}: people's p99 {tried[1]['ttft_p99_s']:.2f} s, mixed {tried[0]['ttft_p99_s']:.2f} s:",
+      "better" if better else "not yet better")
+
+# %% [markdown]
+# [How these pages are made](README.md) · before: [8 · Capacity](08_capacity.ipynb) · next:
+# [10 · The worked example](10_worked_example.ipynb)

@@ -1,0 +1,267 @@
+# %% [markdown]
+# # 11 · Diagnose
+#
+# Six services, six complaints. For each you see the plots that an operator has. You say what is wrong, pick a cure,
+# and run it. Then you see what every other cure would have done.
+#
+# **You will learn**
+# - to read rows, steps, queue and cache together;
+# - to match the cure to the symptom;
+# - which popular cures do nothing for which complaint, and what they cost.
+#
+# Everything is virtual time: Llama-3-8B on A100s by their data sheet, the real scheduler and pool. A run takes a few
+# seconds.
+#
+# **To run this page**: `make lab` in the repository, or `pip install -e ".[lab]"` and open the notebook. Chapters 7 to
+# 9 have the background.
+
+# %%
+# Where the package is missing, as on Colab: open this page inside a copy of the repository, and this installs it.
+# ("minillm" on PyPI is another project.)
+import importlib.util
+import subprocess
+import sys
+
+if importlib.util.find_spec("minillm") is None:
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "..[lab]"], check=True)
+
+# %%
+import os
+
+from IPython.display import display
+
+from minillm.measure import diagnose, traffic
+from minillm.measure.diagnose import CASES, CURES
+from minillm.measure.setting import Setting
+from minillm.show import service_plots
+from minillm.show.recorded import verdict_here
+from minillm.show.source import show_source
+from minillm.show.tables import text_table
+
+QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
+REQUESTS = 30 if QUICK else 120
+FIGURES = {"set-up": "set-up", "ttft_p50_s": "TTFT p50, s", "itl_p50_ms": "ITL p50, ms", "itl_p99_ms": "p99",
+           "latency_p50_s": "latency p50, s", "tokens_per_s": "tokens/s", "mean_rows": "rows",
+           "refused_share": "refused", "cache_peak_share": "most of cache",
+           "cost_per_million_output_tokens": "$ a million"}
+
+
+def examine(case, cure=None):
+    """The complaint, the figures, and the operator's plots: as it is, and with a cure beside it."""
+    found = diagnose.diagnose(case, cure, REQUESTS)
+    print(found.case.complaint)
+    print(text_table(found.rows, FIGURES))
+    if cure:
+        print(f"{found.case.figure}: {found.times_better:.3g} times better")
+    return service_plots.over_time(found.records)
+
+
+def reveal(case):
+    """What every cure does to the figure of the complaint, and to the bill."""
+    rows = diagnose.every_cure(case, REQUESTS)
+    figure = CASES[case].figure
+    print(text_table(rows, {"cure": "cure", figure: figure, "times_better": "times better", "cost": "$ a million"}))
+    return rows
+
+
+# %% [markdown]
+# ## The medicine chest
+#
+# A cure changes one thing of the set-up. The same requests are then served again.
+
+# %%
+print(*CURES, sep="\n")
+
+# %%
+show_source(diagnose.Setup, diagnose.diagnose, diagnose.run)
+
+# %% [markdown]
+# ## Case 1: slow to begin
+#
+# A help desk: a long text of instructions before every short question.
+#
+# Look first. Where is the time: in the queue, in the prompt, or between tokens?
+
+# %%
+examine("slow start")
+
+# %% [markdown]
+# Now name your cure in place of `None`, in quotation marks, from the list above. Write down how many times better you
+# expect the TTFT to be.
+
+# %%
+my_cure = None
+
+if my_cure:
+    display(examine("slow start", my_cure))
+
+# %% [markdown]
+# And everything that you might have tried:
+
+# %%
+slow_start = reveal("slow start")
+
+# %% [markdown]
+# Nearly all of the work is the same prompt, computed again for everybody. A second GPU helps as well, since the load is
+# halved; look at what it costs. A larger batch, the favourite of many, does nothing: the rows were never the limit.
+#
+# ## Case 2: stutter
+
+# %%
+examine("stutter")
+
+# %%
+my_cure = None
+
+if my_cure:
+    display(examine("stutter", my_cure))
+
+# %%
+stutter = reveal("stutter")
+
+# %% [markdown]
+# The median gap is fine, the p99 is many times as long: some steps read a whole prompt while everybody waits. Chunks
+# bound the length of every step. No format of the cache does.
+#
+# ## Case 3: alone and slow
+
+# %%
+examine("alone and slow")
+
+# %%
+my_cure = None
+
+if my_cure:
+    display(examine("alone and slow", my_cure))
+
+# %%
+alone = reveal("alone and slow")
+
+# %% [markdown]
+# One row in the step, no queue, an empty cache. There is nobody to batch with. Only fewer bytes per token help (8-bit
+# weights), or more tokens per step (speculation, if seven of ten drafts are right). Another GPU idles.
+#
+# ## Case 4: the crowd
+
+# %%
+examine("crowd")
+
+# %%
+my_cure = None
+
+if my_cure:
+    display(examine("crowd", my_cure))
+
+# %%
+crowd = reveal("crowd")
+
+# %% [markdown]
+# Eight rows in the step, a long queue, and most of the cache free: a limit that somebody set. This is the case
+# of "three where forty would fit". Note that speculation helps here too. At eight rows the arithmetic units are mostly
+# idle. At 256 rows they would not be (chapter 6).
+#
+# ## Case 5: turned away
+
+# %%
+examine("turned away")
+
+# %%
+my_cure = None
+
+if my_cure:
+    display(examine("turned away", my_cure))
+
+# %%
+turned_away = reveal("turned away")
+
+# %% [markdown]
+# Few rows, a queue, and a cache that is fully held: but held as reservations for answers of 4,096 tokens that never
+# come. Pages, a cap, or 8 bits free it. ("inf" times better: nobody is refused any more.) Whatever ends requests sooner
+# helps as well, since it gives the memory back.
+#
+# ## Case 6: the bill
+
+# %%
+examine("the bill")
+
+# %%
+my_cure = None
+
+if my_cure:
+    display(examine("the bill", my_cure))
+
+# %%
+bill = reveal("the bill")
+
+# %% [markdown]
+# Four GPUs share out what one batch could hold. Fill the batch before you add GPUs; here, take GPUs away. What does
+# half of them do to the latency? Look it up with `examine("the bill", "half of the GPUs")`.
+#
+# ## Right and tempting
+#
+# For each case: the cure that the symptom asks for makes its figure better by a fifth or more, and the one that people
+# try first does not.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+tables = {"slow start": slow_start, "stutter": stutter, "alone and slow": alone, "crowd": crowd,
+          "turned away": turned_away, "the bill": bill}
+for name, rows in tables.items():
+    better, case = {row["cure"]: row["times_better"] for row in rows}, CASES[name]
+    helps, hardly = better[case.cure] >= 1.2, better[case.tempting] < 1.2
+    print(f"{name}: {case.cure} helps: {helps}; {case.tempting} hardly: {hardly}")
+
+# %% [markdown]
+# ## Where it loses: a cure makes another figure worse
+#
+# A cure is measured on its own symptom. Here is the cure of case 2 on the figures of everybody: what chunks of 256
+# tokens do to the time to first token of a long prompt.
+
+# %%
+chunked = diagnose.diagnose("stutter", "chunked prefill", REQUESTS)
+before, after = chunked.rows
+print(text_table(chunked.rows, {**FIGURES, "ttft_p99_s": "TTFT p99, s"}))
+
+# %%
+service_plots.side_by_side(
+    chunked.rows, "set-up", {"itl_p99_ms": "ITL p99, ms", "ttft_p50_s": "TTFT p50, s", "ttft_p99_s": "TTFT p99, s"},
+    f"Chunks: the p99 gap falls {chunked.times_better:.0f} times, TTFT p50 changes by "
+    f"{after['ttft_p50_s'] / before['ttft_p50_s'] - 1:+.0%}",
+)
+
+# %% [markdown]
+# ## What a production engine calls this
+#
+# | symptom | look at | cure | vLLM | SGLang |
+# |---|---|---|---|---|
+# | slow to begin | prefix hits; prompt tokens per second | cache prompts | `--enable-prefix-caching` | on by default |
+# | stutter | p99 of ITL | chunks | `--max-num-batched-tokens` | `--chunked-prefill-size` |
+# | one user slow | rows: 1 | 8 bits, drafts | `--quantization`, `--speculative-config` | `--speculative-algorithm` |
+# | crowd | rows at a limit, cache free | more rows | `--max-num-seqs` | `--max-running-requests` |
+# | turned away | cache full | pages, 8 bits, a cap | `--kv-cache-dtype fp8` | `--kv-cache-dtype fp8_e4m3` |
+# | the bill | rows far below what fits | fewer GPUs | replicas of the deployment | the same |
+#
+# ## Claims of the ledger that this page settles
+#
+# By the ledger's own rule, which has its own six cases.
+
+# %%
+setting = Setting(quick=QUICK)
+print(verdict_here("F6", traffic.cures(setting).rows))
+print(verdict_here("F5", traffic.achieved_batch(setting).rows))
+
+# %% [markdown]
+# ## Exercise
+#
+# Exercise 11 in the folder `exercises` hands you runs of services that are not on this page, and asks for the cause.
+# Before you go there, make a case of your own: take one of the set-ups, break something, and give the plots to
+# somebody else.
+
+# %%
+broken = diagnose.CASES["crowd"].setup.with_settings(max_step_tokens=16)
+row, records = diagnose.run(broken, CASES["crowd"].load(REQUESTS))
+service_plots.over_time({"what is wrong here?": records})
+
+# %% [markdown]
+# [How these pages are made](README.md) · before: [10 · The worked example](10_worked_example.ipynb) · next:
+# [12 · Names](12_appendix_names.ipynb)
