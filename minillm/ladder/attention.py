@@ -21,7 +21,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -72,8 +74,7 @@ class StepAttention:
         self.start = torch.tensor([span.start for span in spans])  # [B]
         self.count = torch.tensor([span.count for span in spans])  # [B]
         self.first = self.count.cumsum(0) - self.count  # [B] where the row begins among the N tokens
-        widest = max(len(span.block_table) for span in spans)
-        self.tables = torch.tensor([[*span.block_table, *[0] * (widest - len(span.block_table))] for span in spans])
+        self.tables = padded_tables([span.block_table for span in spans])  # [B, widest]
 
         row = torch.repeat_interleave(self.count)  # [N]
         self.positions = self.start[row] + torch.arange(len(row)) - self.first[row]  # [N]
@@ -124,6 +125,18 @@ class StepAttention:
         mask = additive_mask(sees, self.query_group, self.dtype)
         group = self.first[rows, None] + new, self._slots(rows[:, None], stored), mask
         return RowGroup(*(tensor.to(self.storage.device) for tensor in group))
+
+
+def padded_tables(tables: Sequence[Sequence[int]]) -> Tensor:
+    """Block tables as one tensor [B, widest], short ones filled up with zeros.
+
+    By way of one flat list, which takes a tenth of the time of a tensor from nested ones.
+    """
+    lengths = torch.tensor([len(table) for table in tables])
+    padded = torch.zeros(len(tables), int(lengths.max()), dtype=torch.long)
+    flat = np.fromiter(chain.from_iterable(tables), np.int64, int(lengths.sum()))
+    padded[torch.arange(padded.shape[1]) < lengths[:, None]] = torch.from_numpy(flat)
+    return padded
 
 
 @cache

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import accumulate, count
 from typing import Literal, Protocol
 
 import torch
@@ -100,10 +100,11 @@ class ModelExecutor:
             self.storage, spans, self.block_size, self.scratch_slot, self.model.config.query_group, self.model.dtype
         )
         tokens = torch.tensor([token for row in rows for token in (*row.tokens, *row.drafts)])  # [N]
-        due = [b for b, row in enumerate(rows) if row.due]
-        behind = cache.first + cache.count  # [B]
-        wanted = [torch.arange(behind[b] - len(rows[b].drafts) - 1, behind[b]) for b in due]
-        logit_rows = torch.cat(wanted or [behind[:0]])  # [R] each due row's newest token and its drafts
+        due, wanted = [b for b, row in enumerate(rows) if row.due], []
+        ends = list(accumulate(span.count for span in spans))
+        for b in due:  # the newest token and the drafts behind it
+            wanted += range(ends[b] - len(rows[b].drafts) - 1, ends[b])
+        logit_rows = torch.tensor(wanted, dtype=torch.long)  # [R]
         logits = self._forward(rows, tokens, cache, logit_rows)  # [R, V]
         if any(row.drafts for row in rows):
             return verify([rows[b] for b in due], logits, [proposed[b] for b in due])
