@@ -37,9 +37,6 @@ def gather(store, block_table, num_tokens):
 check("gather", gather)
 
 # %% [markdown]
-# Stuck? `hint("gather")` gives a nudge; with `level=2` and `level=3` it says more.
-
-# %% [markdown]
 # ## Attention over blocks
 #
 # One text is at a step: it brings n new tokens, whose queries are `q` [n, Hq, D]. All of its `num_tokens` keys and

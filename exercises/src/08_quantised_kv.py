@@ -42,9 +42,6 @@ def int8_encode(x):
 check("int8_encode", int8_encode)
 
 # %% [markdown]
-# Stuck? `hint("int8_encode")` gives a nudge; with `level=2` and `level=3` it says more.
-
-# %% [markdown]
 # ## 4 bits
 #
 # With 4 bits there are only 16 codes, 0 to 15. So they are spent more carefully: each group of `group` neighbouring

@@ -37,9 +37,6 @@ def verify_greedy(best, drafts):
 check("verify_greedy", verify_greedy)
 
 # %% [markdown]
-# Stuck? `hint("verify_greedy")` gives a nudge; with `level=2` and `level=3` it says more.
-
-# %% [markdown]
 # ## What is left over
 #
 # When sampling, the target has a distribution p over the V tokens, and the draft was drawn from another one, q. Where

@@ -35,9 +35,6 @@ def percentile(values, percent):
 check("percentile", percentile)
 
 # %% [markdown]
-# Stuck? `hint("percentile")` gives a nudge; with `level=2` and `level=3` it says more.
-
-# %% [markdown]
 # ## Time to first token
 #
 # A `RequestRecord` has these fields, all times in seconds on one clock:

@@ -71,9 +71,6 @@ def diagnose(records, settings):
 check("diagnose", diagnose)
 
 # %% [markdown]
-# Stuck? `hint("diagnose")` gives a nudge; with `level=2` and `level=3` it says more.
-
-# %% [markdown]
 # ## Treatments
 #
 # | treatment | what it does |

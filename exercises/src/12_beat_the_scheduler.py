@@ -58,8 +58,6 @@ def order_prompts(prompts, now):
 check("order_prompts", order_prompts)
 
 # %% [markdown]
-# Stuck? `hint("order_prompts")` gives a nudge; with `level=2` and `level=3` it says more.
-#
 # ## Try it
 #
 # Times to first token in seconds, on loads that you may look at as often as you like.
