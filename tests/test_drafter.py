@@ -1,5 +1,6 @@
 """The one-layer drafter: what it drafts in an engine is what it drafts from nothing."""
 
+import hashlib
 from dataclasses import replace
 
 import pytest
@@ -7,10 +8,13 @@ import torch
 from test_tokenizer import of_pieces
 from tiny import random_tensors, tiny_model
 
-from minillm import Engine, SamplingParams
+from minillm import Engine, SamplingParams, load_model, load_tokenizer
 from minillm.ladder.decode import NoCache, decode_cached
-from minillm.ladder.drafter import Drafter, DrafterProposer
+from minillm.ladder.drafter import WEIGHTS, Drafter, DrafterProposer, load_drafter, read_card
 from minillm.ladder.speculative import DraftModelProposer, Speculator
+from minillm.measure.prompts import CHAT_PROMPTS
+from minillm.measure.speculation import acceptance_by_position
+from minillm.model.source import DEFAULT
 
 TARGET = tiny_model("t-wide")
 DRAW = torch.Generator().manual_seed(2)
@@ -130,3 +134,35 @@ def test_another_token_map_of_the_same_size_is_refused():
     with pytest.raises(ValueError, match=match.replace("(", r"\(").replace(")", r"\)")):
         Engine(TARGET, ours, speculator=Speculator(DraftModelProposer(TARGET, theirs)))
     Engine(TARGET, ours, speculator=Speculator(DraftModelProposer(TARGET, of_pieces(["a", "b", "c"]))))
+
+
+# -- the weights that come with the package --------------------------------------------------------
+
+
+def test_the_drafter_is_small_and_what_its_card_says(smollm2_dir):
+    card, model = read_card(), load_model(smollm2_dir)
+    assert WEIGHTS.stat().st_size <= 12_000_000
+    assert hashlib.sha256(WEIGHTS.read_bytes()).hexdigest() == card["sha256"]
+    drafter = load_drafter(model)
+    assert len(drafter.ids) == card["ids"] and card["target"] == DEFAULT
+    for name in ("made_by", "commit", "seed", "texts", "tokens", "steps", "validation_loss", "evaluated_prompts"):
+        assert card.get(name) is not None, name
+    assert len(card["drafter_acceptance_by_position"]) == len(card["ngram_acceptance_by_position"]) == 4
+
+
+def test_its_acceptance_is_what_its_card_says(smollm2_dir):
+    """On the first of the prompts that the card's figures come from: text the drafter has never seen."""
+    model, tokenizer = load_model(smollm2_dir), load_tokenizer(smollm2_dir)
+    asked = [tokenizer.chat(text) for text in CHAT_PROMPTS[1:4]]
+    shares = acceptance_by_position(model, DrafterProposer(load_drafter(model)), asked, k=2, tokens=32)
+    assert abs(shares[0] - read_card()["drafter_acceptance_by_position"][0]) < 0.2
+
+
+def test_a_damaged_file_and_another_target_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="this drafter is for smollm2-135m-instruct"):
+        load_drafter(TARGET)
+    copy = tmp_path / WEIGHTS.name
+    copy.with_suffix(".json").write_text(WEIGHTS.with_suffix(".json").read_text())
+    copy.write_bytes(WEIGHTS.read_bytes()[:-1] + b"x")
+    with pytest.raises(ValueError, match="is damaged: its sha256 is"):
+        load_drafter(TARGET, copy)

@@ -101,7 +101,8 @@ def step_costs(model, batches: Sequence[int], lengths: Sequence[int], repeats: i
     for batch in batches:
         prompts = [[1 + row % 97] * 16 for row in range(batch)]
         sweep = Sweep(ReplayProposer({tuple(prompt): [0] * 4096 for prompt in prompts}, lambda i: True), lengths)
-        run = serve(model, prompts, (repeats + 1) * len(lengths) + 2, batch, sweep)
+        tokens = (repeats + 1) * len(lengths) + max(lengths) + 2  # near its end a request drafts fewer
+        run = serve(model, prompts, tokens, batch, sweep)
         plain = None
         for k in sorted(lengths):
             spread = Spread.of([s.duration for s in run.steps if s.drafted_tokens == k * batch][1:], warmups=1)
