@@ -4,7 +4,7 @@
 # A server keeps plain records of what happened. Everything it is judged by is computed from them afterwards. Here you
 # write the figures that stand on every dashboard, with the details that dashboards get wrong.
 #
-# **To look at**: notebook 3; in the package `minillm/measure/metrics.py`, and `RequestRecord` in
+# **To look at**: notebook 7; in the package `minillm/measure/metrics.py`, and `RequestRecord` in
 # `minillm/ladder/records.py`.
 
 # %%

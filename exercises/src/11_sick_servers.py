@@ -4,7 +4,7 @@
 # Four servers have unhappy users, each for another reason. On all of them "the GPU is at 100 %". You have their
 # records, and write down what a good engineer sees in them: the cause, and what helps.
 #
-# **To look at**: notebook 10; in the package `StepRecord` in `minillm/ladder/records.py`, and
+# **To look at**: notebook 11; in the package `StepRecord` in `minillm/ladder/records.py`, and
 # `minillm/grading/servers.py`, where the servers are made.
 
 # %%

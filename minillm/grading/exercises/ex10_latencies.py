@@ -57,7 +57,7 @@ EXERCISE = Exercise(
     title="What the users felt",
     minutes=40,
     difficulty=1,
-    chapter="03_continuous_batching",
+    chapter="07_serving_metrics",
     tasks=(percentile, ttft, token_gaps, summarise),
 )
 

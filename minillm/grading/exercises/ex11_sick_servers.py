@@ -38,7 +38,7 @@ EXERCISE = Exercise(
     title="Four sick servers",
     minutes=45,
     difficulty=3,
-    chapter="10_running_a_service",
+    chapter="11_diagnose",
     tasks=(diagnose, treat),
 )
 
