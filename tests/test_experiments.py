@@ -11,12 +11,14 @@ from tiny import tiny_model
 
 from minillm.cli import main
 from minillm.measure import experiments, limits
+from minillm.measure.claims import LEDGER, find_all
 from minillm.measure.experiments import EXPERIMENTS, Experiment, run_experiment
 from minillm.measure.knee import knee_of
-from minillm.measure.measurement import Measurement, MeasurementError, measurement_path
+from minillm.measure.measurement import EXACT, VIRTUAL, Measurement, MeasurementError, measurement_path
 from minillm.measure.prediction import ALLOWED, error_rows
 from minillm.measure.roofline import Ceilings
 from minillm.measure.setting import Setting
+from minillm.measure.verdicts import CONDITION, HOLDS, NOT_MEASURED
 from minillm.show.plots import knee_curve
 
 VOCABULARY = 49_152  # of the default model's tokenizer
@@ -39,6 +41,17 @@ def test_every_experiment_leaves_a_file_that_loads_again(name, tmp_path, smollm2
     outcome.measurement.save(tmp_path)
     again = Measurement.load(outcome.measurement.provenance.device, name, tmp_path)
     assert json.dumps(again.rows) == json.dumps(outcome.measurement.rows)
+    check_verdicts(name, tmp_path)
+
+
+def check_verdicts(name: str, root) -> None:
+    """Its claims can be judged by these rows. What no clock is in, or only a virtual one, must also speak for them."""
+    claims = tuple(claim for claim in LEDGER if claim.id in EXPERIMENTS[name].claims)
+    for finding in find_all(root, claims):
+        assert finding.verdict != NOT_MEASURED or "go further" in finding.measured, finding.measured
+        if finding.kind in (VIRTUAL, EXACT):
+            assert finding.verdict in (HOLDS, CONDITION), f"{finding.claim.id}: {finding.measured}"
+
 
 
 def fake(name: str, rows: int = 3) -> Experiment:
