@@ -178,7 +178,7 @@ def test_pools_keep_people_and_jobs_apart():
 
 
 def test_more_rows_make_more_tokens_per_second():
-    few, many = service.batch_limits(SECOND, (1, 4), items(0.0, 0.0, 0.0, 0.0), clients=4)
+    few, many = service.batch_limits(SECOND, (1, 4), items(0.0, 0.0, 0.0, 0.0), clients=4, kv_memory=10**6)
     assert many["tokens_per_s"] > 2 * few["tokens_per_s"] and (few["mean_rows"], many["mean_rows"]) == (1.0, 4.0)
 
 

@@ -266,11 +266,13 @@ def in_ms(seconds: float | None) -> float | None:
 # -- 09: latency or throughput --------------------------------------------------------------------
 
 
-def batch_limits(cost: CostModel, limits: Sequence[int], items: Sequence[WorkItem], clients: int) -> list[dict]:
+def batch_limits(
+    cost: CostModel, limits: Sequence[int], items: Sequence[WorkItem], clients: int, kv_memory: int = 60 * 10**9
+) -> list[dict]:
     """The same clients, in a closed loop, at servers that differ in the most rows of a step."""
     rows = []
     for most in limits:
-        engine = virtual_engine(cost, max_batch=most, max_step_tokens=2048, prefix_cache=False, kv_memory=60 * 10**9)
+        engine = virtual_engine(cost, max_batch=most, max_step_tokens=2048, prefix_cache=False, kv_memory=kv_memory)
         play(engine, items, clients)
         found = metrics.summary(engine.records)
         rows.append({"max_batch": most, "tokens_per_s": found["output_tokens_per_s"],
