@@ -337,4 +337,4 @@ for kv_format, answer in (("int8", int8_share), ("int4", int4_share)):
 
 # %% [markdown]
 # [How these pages are made](README.md) · before: [4 · Paged KV](04_paged_kv.ipynb) · next:
-# [6 · Speculation](06_speculation.ipynb)
+# [6 · Speculative decoding](06_speculative.ipynb)
