@@ -47,7 +47,7 @@ room-kit: .venv/installed  ## one folder that installs the course without a netw
 
 browser: .venv/installed  ## move the course's sliders in a real browser (installs Playwright, and Chromium if there is none)
 	$(PY) -m pip install -q -c constraints.txt playwright
-	$(PY) -m pytest tests/browser
+	$(PY) -m pytest --override-ini addopts= tests/browser
 
 clean:  ## back to a fresh clone (the model stays in your cache)
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

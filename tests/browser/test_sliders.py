@@ -1,0 +1,53 @@
+"""A real browser opens three notebooks in JupyterLab, runs all cells, and moves a slider by keyboard: `make browser`.
+
+Not part of `make test`, since it needs a browser. Screenshots are left in tests/browser/screenshots.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+SCREENSHOTS = Path(__file__).parent / "screenshots"
+MINUTES = 60_000  # milliseconds
+PANEL = ".jp-OutputArea-output:has(.widget-slider):has(img.widget-image)"
+
+
+def run_all(page) -> None:
+    """Wait for the kernel, run every cell, and wait until none is left to run."""
+    page.wait_for_selector('.jp-KernelName:has-text("Python 3")', timeout=2 * MINUTES)
+    page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=2 * MINUTES)
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+    page.wait_for_timeout(1000)
+    page.wait_for_function(
+        """() => ![...document.querySelectorAll('.jp-InputPrompt')].some(e => e.innerText.includes('*'))
+              && document.querySelector('.jp-Notebook-ExecutionIndicator')?.dataset.status === 'idle'""",
+        timeout=5 * MINUTES,
+    )
+
+
+@pytest.mark.parametrize("name", ["03_continuous_batching", "04_paged_kv", "08_capacity"])
+def test_a_slider_moved_by_keyboard_changes_the_picture(browser, lab, name):
+    page = browser.new_page(viewport={"width": 1280, "height": 1000})
+    page.goto(lab(f"{name}.ipynb"), timeout=2 * MINUTES)
+    run_all(page)
+    assert not page.query_selector('[data-mime-type="application/vnd.jupyter.error"]'), "a cell failed"
+    panel = page.locator(PANEL).first
+    panel.scroll_into_view_if_needed(timeout=MINUTES)
+    picture = panel.locator("img.widget-image")
+    before = picture.get_attribute("src")
+    handle = panel.locator(".noUi-handle").first
+    handle.focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    page.keyboard.press("Tab")
+    page.wait_for_function(
+        "([old, selector]) => document.querySelector(selector).querySelector('img.widget-image').src !== old",
+        arg=[before, PANEL], timeout=MINUTES,
+    )
+    SCREENSHOTS.mkdir(exist_ok=True)
+    panel.screenshot(path=SCREENSHOTS / f"{name}.png")
+    page.screenshot(path=SCREENSHOTS / f"{name}_page.png")
+    page.close()
