@@ -1,0 +1,335 @@
+# %% [markdown]
+# # 6 · Speculative decoding
+#
+# A decode step reads all the weights to make one token (chapter 1). If somebody guesses the next few tokens, one step
+# can check them all. Wrong guesses are thrown away, so the answer stays what it was (rung 6). This chapter guesses in
+# two ways, counts what is accepted, and finds the batch from which guessing costs more than it gives.
+#
+# **You will learn**
+# - how one forward verifies several guesses, and why the answer cannot change;
+# - what a guess must be worth to pay, for one request and for a batch;
+# - why the same drafts are right on one kind of text and wrong on another;
+# - what a drafter of one layer can know that a lookup cannot.
+#
+# **To run this page**: `make lab` in the repository, or `pip install -e ".[lab]"` and open the notebook.
+
+# %%
+import os
+
+import torch
+from IPython.display import HTML, display
+
+import minillm
+from minillm import Engine, SamplingParams
+from minillm.ladder.drafter import Drafter, DrafterProposer, load_drafter, read_card
+from minillm.ladder.quantized import kv_bytes_per_token
+from minillm.ladder.speculative import NgramIndex, NgramProposer, Speculator, verify_greedy, verify_sampled
+from minillm.measure import speculation
+from minillm.measure.measurement import device_name
+from minillm.measure.prompts import CHAT_PROMPTS, COPY_PROMPTS
+from minillm.show import plots
+from minillm.show.explore import Watched, draft_rounds, rounds_html
+from minillm.show.recorded import recorded
+from minillm.show.source import show_source
+from minillm.show.tables import text_table
+
+QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
+model = minillm.load_model(dtype="fp32")
+tokenizer = minillm.load_tokenizer()
+drafter = load_drafter(model)
+print(device_name(model.device))
+
+# %% [markdown]
+# ## Guess by looking back
+#
+# The cheapest guess costs nothing: what followed the last few tokens when they last occurred? It is right wherever a
+# text repeats its prompt or itself. The index below knows every run of up to three tokens.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+text = tokenizer.encode("The ferries stop in December. In spring they sail again, but not before the ferries stop")
+drafts = NgramIndex(range(3, 0, -1)).continuation(text, 4)
+print("drafted:", [tokenizer.decode([token]) for token in drafts])
+
+# %% [markdown]
+# ## Verify
+#
+# The request feeds its newest token and the drafts behind it: five tokens instead of one, which to the model is a
+# short prompt. Behind each of them stands what the target would say there. Drafts count as long as they agree, and
+# the target's own next token comes for free.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+print(verify_greedy(best=[5, 6, 7], drafts=[5, 6]), "both right: three tokens from one forward")
+print(verify_greedy(best=[5, 9, 7], drafts=[5, 6]), "the second is wrong: the target's 9 takes its place")
+print(verify_greedy(best=[4, 6, 7], drafts=[5, 6]), "the first is wrong: what stands behind it means nothing")
+
+# %%
+show_source(verify_greedy, NgramProposer.propose, NgramIndex.continuation)
+
+# %% [markdown]
+# ## Predict
+#
+# A service quotes documents and also chats. Say each draft is right with the same chance $a$ if those before it were.
+# A round of $k$ drafts then gives $1 + a + a^2 + \dots + a^k$ tokens. Verifying four drafts made a step 1.25 times as
+# long on the machine where this was written.
+#
+# - How many tokens does a round of four give at $a = 0.8$? At $a = 0.2$?
+# - Which of the two pays, and by how much?
+
+# %%
+my_guess = {"0.8": None, "0.2": None}
+
+# %%
+# NBVAL_CHECK_OUTPUT
+for acceptance in (0.8, 0.2):
+    tokens = speculation.expected_tokens(acceptance, 4)
+    print(f"a = {acceptance}: {tokens:.2f} tokens a round; with steps 1.25 times as long, "
+          f"{tokens / 1.25:.2f} times as fast")
+
+# %% [markdown]
+# ## Watch it
+#
+# One request that must quote a passage, and one that must think of something. Blue is what was drafted and accepted;
+# underlined is what the target said itself; struck out is what the last round drafted in vain.
+
+# %%
+copied, chatted = tokenizer.chat(COPY_PROMPTS[0]), tokenizer.chat(CHAT_PROMPTS[1])
+
+
+def watch(proposer, prompt, k=4, tokens=20 if QUICK else 40):
+    watched = Watched(proposer)
+    return draft_rounds(Engine(model, tokenizer, speculator=Speculator(watched, k)), watched, prompt, tokens)
+
+
+for prompt in (copied, chatted):
+    rounds = watch(NgramProposer(), prompt)
+    display(HTML(rounds_html(tokenizer, rounds, len(rounds) - 1)))
+
+# %% [markdown]
+# ## The same tokens
+#
+# Nothing that was drafted can change the answer. Two kinds of drafts, two lengths, two prompts, against plain
+# decoding:
+
+# %%
+# NBVAL_CHECK_OUTPUT
+prompts, params = [copied, chatted], SamplingParams(max_tokens=12)
+plain = [done.token_ids for done in Engine(model).generate(prompts, params)]
+for name, make in (("n-gram", NgramProposer), ("drafter", lambda: DrafterProposer(drafter))):
+    for k in (1, 8):
+        engine = Engine(model, speculator=Speculator(make(), k))
+        same = [done.token_ids for done in engine.generate(prompts, params)] == plain
+        print(f"{name}, k = {k}: same tokens {same}")
+
+# %% [markdown]
+# When an answer is sampled there is no one right token. There, a draft $x$ is accepted with probability
+# $\min(1, p(x)/q(x))$: $p$ is what the target would draw from, $q$ what the drafter drew from. After the first
+# rejection the token comes from what $p$ has more of than $q$. The sum of both ways is exactly $p$. Try it: 100,000
+# drafts from a bad drafter, on four ids of which the target excludes the last.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+p, q = torch.tensor([0.6, 0.3, 0.1, 0.0]), torch.tensor([0.1, 0.2, 0.3, 0.4])
+make, draws = torch.Generator().manual_seed(0), 100_000
+drafted = torch.multinomial(q, draws, True, generator=make)[:, None]
+u = torch.rand(draws, 1, generator=make, dtype=torch.float64)
+u_next = torch.rand(draws, 2, generator=make, dtype=torch.float64)
+accepted, following = verify_sampled(p.expand(draws, 2, -1), q.expand(draws, 1, -1), drafted, u, u_next)
+said = torch.where(accepted > 0, drafted[:, 0], following).bincount(minlength=4) / draws
+print("target  ", [round(float(share), 2) for share in p])
+print("drafter ", [round(float(share), 2) for share in q])
+print("emitted ", [round(float(share), 2) for share in said])
+print(f"drafts accepted: {accepted.float().mean():.0%}")
+
+# %% [markdown]
+# ## What a step costs
+#
+# The other half of the sum: how much longer is a step that verifies? At batch 1 the weights must be read anyway, and
+# a few more tokens hardly show. In a batch there is no idle arithmetic left to use.
+
+# %%
+batches, lengths = ((1, 4), (0, 2, 4, 8)) if QUICK else ((1, 4, 16), (0, 1, 2, 4, 6, 8))
+costs = list(speculation.step_costs(model, batches, lengths, repeats=2 if QUICK else 4))
+STEPS = {"batch": "batch", "k": "drafts a row", "step_tokens": "tokens verified", "step_ms": "ms",
+         "times_plain": "times"}
+print(text_table(costs, STEPS))
+
+# %%
+curves = {f"batch {batch}": ([row["k"] for row in costs if row["batch"] == batch],
+                             [row["times_plain"] for row in costs if row["batch"] == batch]) for batch in batches}
+at_4 = {row["batch"]: row["times_plain"] for row in costs if row["k"] == 4}
+plots.curves(
+    curves, f"Verifying four drafts: a step {at_4[1]:.2f} times as long at batch 1, {at_4[batches[-1]]:.2f} times at "
+    f"batch {batches[-1]}", "drafts a row", "a step, in plain steps",
+)
+
+# %% [markdown]
+# ## A drafter that reads the target's mind
+#
+# Looking back cannot guess what was never said. A small draft model could, but it must work out everything again. The
+# target's last hidden state already holds what it is about to say, and more. Our drafter is one decoder layer over
+# these states and the tokens that were then chosen; it shares the target's embedding and head. To draft a second
+# token it takes its own guess for the hidden state.
+
+# %%
+show_source(Drafter.forward, DrafterProposer.observe)
+
+# %% [markdown]
+# Its card says how far it was trained. Training begins with the best linear guess at the next state, a ridge regression
+# from the two inputs, and with a layer that adds nothing: 0 steps means just that. More steps make the layer speak;
+# `python -m minillm.measure.train_drafter` writes more text and trains on, wherever there is time for it.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+card = read_card()
+print(f"made by {card['made_by']}, seed {card['seed']}: {card['texts']} texts of the target, "
+      f"{card['tokens']:,} tokens, {card['steps']:,} steps")
+print(f"it may propose {card['ids']:,} of the {model.config.vocab_size:,} ids")
+
+# %% [markdown]
+# How far does each get? By position: the first draft of a round, the second, and so on, each counted where those
+# before it were right. The prompts are none that the drafter was trained on.
+
+# %%
+few, tokens = (2, 16) if QUICK else (6, 48)
+copies, chats = ([tokenizer.chat(text) for text in texts[:few]] for texts in (COPY_PROMPTS, CHAT_PROMPTS))
+positions = {
+    "n-gram, copying": speculation.acceptance_by_position(model, NgramProposer(), copies, tokens=tokens),
+    "n-gram, chat": speculation.acceptance_by_position(model, NgramProposer(), chats, tokens=tokens),
+    "drafter, chat": speculation.acceptance_by_position(model, DrafterProposer(drafter), chats, tokens=tokens),
+}
+for name, shares in positions.items():
+    print(f"{name:16}", *(f"{share:.0%}" if share is not None else "-" for share in shares))
+
+# %%
+known = {name: [(i, share) for i, share in enumerate(shares, start=1) if share is not None]
+         for name, shares in positions.items()}
+first = {name: shares[0] or 0.0 for name, shares in positions.items()}
+plots.curves(
+    {name: tuple(zip(*points, strict=True)) for name, points in known.items() if points},
+    f"A first draft is right in {first['n-gram, copying']:.0%} of rounds when copying; in chat, by lookup in "
+    f"{first['n-gram, chat']:.0%}, by the drafter in {first['drafter, chat']:.0%}",
+    "place of the draft in its round", "share accepted",
+)
+
+# %% [markdown]
+# ## Measure: one request, then a batch
+#
+# Speed-up over plain decoding of the same prompts in the same batch, on steps in which the whole batch decodes. Beside
+# it stands the prediction: measured tokens a step over the measured cost of such a step. What proposing costs is not
+# in the prediction, so a drafter stays below it.
+
+# %%
+bench = speculation.Bench(model, tokenizer, few=1 if QUICK else 4, tokens=16 if QUICK else 48, turns=1, seed=0)
+kinds = (("copy", "n-gram"), ("chat", "n-gram"), ("chat", "drafter"))
+table = [bench.run(speculation.Case(*kind, 4, batch), costs) for kind in kinds for batch in batches]
+table += [bench.run(speculation.Case("chat", "drafter", "adaptive", batch), costs) for batch in batches[-1:]]
+SPEEDS = {"prompts": "prompts", "drafts": "drafts", "k": "k", "batch": "batch", "acceptance": "accepted",
+          "tokens_per_round": "tokens a round", "tokens_per_s": "tokens/s", "speedup": "times plain",
+          "predicted": "predicted", "same_tokens": "same tokens"}
+print(text_table(table, SPEEDS))
+
+# %%
+fixed = [row for row in table if row["k"] == 4]
+lines = {}
+for kind in kinds:
+    own = [row for row in fixed if (row["prompts"], row["drafts"]) == kind]
+    lines[", ".join(kind)] = [row["batch"] for row in own], [row["speedup"] for row in own]
+lines["plain decoding"] = (list(batches), [1.0] * len(batches))
+found = list(speculation.crossovers(table))
+said = [f"{row['drafts']} on {row['prompts']} "
+        + (f"costs from batch {row['costs_from_batch']}" if row["costs_from_batch"] else f"gains up to {batches[-1]}")
+        for row in found]
+plots.curves(lines, "; ".join(said), "requests in the batch", "times the tokens/s of plain decoding", log_x=True)
+
+# %%
+# NBVAL_CHECK_OUTPUT
+print("every run gave plain decoding's tokens:", all(row["same_tokens"] for row in table))
+
+# %% [markdown]
+# Acceptance can also be dialled: drafts replayed from the answer, with mistakes made on purpose. No drafter is behind
+# this curve. It shows what one of a given quality would buy here, and from which batch on even a good one would not.
+
+# %%
+dials = (0.5, 0.7, 0.9)
+replayed = {f"replay, a = {dial:g}": (list(batches), [
+    speculation.predict(costs, batch, 4, speculation.expected_tokens(dial, 4)) for batch in batches]) for dial in dials}
+plots.curves(
+    replayed | {"plain decoding": (list(batches), [1.0] * len(batches))},
+    "Computed from the step costs above: what four drafts of a dialled acceptance would buy",
+    "requests in the batch", "times the tokens/s of plain decoding", log_x=True,
+)
+
+# %% [markdown]
+# On other devices:
+
+# %%
+print(recorded("speculation", SPEEDS, part="real"))
+
+# %% [markdown]
+# ## Where it loses
+#
+# **A full batch.** Each draft that is rejected took arithmetic that another request could have used. `adaptive=True`
+# chooses $k$ at every step from recent acceptance and recent step times, down to 0; now and then it drafts once to see
+# whether that has changed. The last line of the table above is such a run.
+
+# %%
+show_source(Speculator.draft_length)
+
+# %% [markdown]
+# **Text that nobody can guess.** The lookup drafts in vain where nothing repeats.
+#
+# **Latency between tokens.** Tokens come in bunches. Per token the text is faster; per step it stands still longer:
+
+# %%
+for row in table:
+    if row["batch"] == 1 and row["k"] == 4:
+        print(f"{row['drafts']}, {row['prompts']}: {row['itl_token_p50_ms']:.0f} ms a token, "
+              f"{row['itl_step_p50_ms']:.0f} ms between steps (medians)")
+
+# %% [markdown]
+# **Memory.** A draft model keeps keys and values of its own under the same blocks, so fewer requests fit.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+target_bytes, drafter_bytes = kv_bytes_per_token(model.config, "fp32"), DrafterProposer(drafter).bytes_per_token
+share = drafter_bytes / target_bytes
+print(f"a token: {target_bytes:,} bytes for the target, {drafter_bytes:,} for the drafter ({share:.0%})")
+
+# %% [markdown]
+# ## What a production engine calls this
+#
+# | here | vLLM | SGLang |
+# |---|---|---|
+# | `NgramProposer` | `--speculative-config '{"method": "ngram", ...}'` | `--speculative-algorithm NGRAM` |
+# | `DraftModelProposer` | a draft `model` in the same config | `STANDALONE` |
+# | `DrafterProposer` | `"method": "eagle"` or `"eagle3"` | `EAGLE`, `EAGLE3` |
+# | `draft_length` | `num_speculative_tokens` | `--speculative-num-steps` |
+# | acceptance rate | accepted over draft tokens, of `vllm:spec_decode_*` | `accept_length` counts tokens a round |
+#
+# ## Claims of the ledger that this page touches
+#
+# The figures are those of this run, on the device named at the top.
+
+# %%
+alone = {(row["prompts"], row["drafts"]): row for row in fixed if row["batch"] == 1}
+print(f"E1: {sum(row['same_tokens'] for row in table)} of {len(table)} runs gave plain decoding's tokens")
+print(f"E2: verifying five tokens took {at_4[1]:.2f} plain steps at batch 1, {at_4[batches[-1]]:.2f} at {batches[-1]}")
+print("E3: one request, k = 4:", "; ".join(f"{d} on {p} {row['speedup']:.2f} times" for (p, d), row in alone.items()))
+print("E4:", "; ".join(said))
+
+# %% [markdown]
+# ## Exercise
+#
+# A step that verifies four drafts takes 2.2 plain steps in a batch of 16. Which acceptance $a$ must the drafts have so
+# that $k = 4$ pays there? Give it to two digits; the check computes it.
+
+# %%
+break_even = None
+
+# %%
+steps = [a / 100 for a in range(101)]
+right = next(a for a in steps if speculation.expected_tokens(a, 4) >= 2.2)
+verdict = "right" if break_even is not None and abs(break_even - right) < 0.015 else "no: sum the series"
+print("not answered yet" if break_even is None else verdict)
