@@ -62,7 +62,7 @@ def drawing(rows: int = 1, columns: int = 1, size: tuple[float, float] = (9, 4),
 
 def headline(figure: Figure, text: str) -> None:
     """The finding, above everything, in as many lines as it needs."""
-    letters = int(figure.get_figwidth() * 10.5)  # that fit in the width
+    letters = int(figure.get_figwidth() * 10)  # that fit in the width
     figure.suptitle(textwrap.fill(text, letters), fontweight="bold", fontsize=12, x=0.01, ha="left")
 
 

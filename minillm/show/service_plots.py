@@ -35,7 +35,7 @@ def roofline(rows: Sequence[Mapping], limits: Ceilings, title: str | None = None
         roof = [min(x * limits.bytes_per_s, limits.flops_per_s) / 1e9 for x in xs]
         ax.plot(xs, roof, color="black", label="the roof: bandwidth, then matmul rate")
         ax.axvline(ridge, color=GREY, linewidth=1, linestyle=":")
-        ax.annotate(f"ridge: {ridge:.1f} FLOP a byte", (ridge, roof[0]), xytext=(5, 0), textcoords="offset points",
+        ax.annotate(f"ridge: {ridge:.1f} FLOP a byte", (ridge, roof[1]), xytext=(5, -24), textcoords="offset points",
                     fontsize=9, color=GREY)
         for (kind, marker), shade in zip((("decode", "o"), ("prefill", "s")), COLOURS, strict=False):
             some = [row for row in rows if row["kind"] == kind]

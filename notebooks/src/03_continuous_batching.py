@@ -39,6 +39,7 @@ from minillm.show import plots
 from minillm.show.recorded import recorded
 from minillm.show.source import show_source
 from minillm.show.tables import text_table
+from minillm.show.widgets import schedule_stepper
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 model = minillm.load_model(dtype="fp32")
@@ -150,6 +151,12 @@ plots.slot_timeline(runs, unit="s")
 # %% [markdown]
 # The white space at the right end of the continuous run is not idle work: nobody is waiting any more, so the last
 # steps have fewer rows and cost less.
+#
+# Move the slider (with the arrow keys, too) to walk through the continuous run: at which step does the fifth
+# request join, and whose row does it take? Without a running kernel you see one step as a picture.
+
+# %%
+schedule_stepper(runs["continuous"], start=8)
 
 # %%
 for name, records in runs.items():

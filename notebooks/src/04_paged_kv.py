@@ -43,6 +43,7 @@ from minillm.show import plots
 from minillm.show.recorded import recorded
 from minillm.show.source import show_source
 from minillm.show.tables import text_table
+from minillm.show.widgets import pool_explorer
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 model = minillm.load_model(dtype="fp32")
@@ -176,6 +177,14 @@ for name, pool in pools.items():
 # %% [markdown]
 # A page wastes at most the rest of a request's last block. A slot wastes all that the answer turns out not to need.
 #
+# Fill a pool yourself. Twelve requests, each of which may get 96 tokens and gets fewer. Watch step 0 to 40 as slots
+# and as pages; give all prompts the same first 32 tokens; then try blocks of 4 and of 32 tokens, and see what each
+# wastes.
+
+# %%
+pool_explorer()
+
+# %% [markdown]
 # Does it pay by the clock? The same policies with the model, in the same bytes:
 
 # %%
