@@ -11,15 +11,18 @@ from minillm.model.source import DEFAULT
 
 
 def add_model(parser) -> None:
+    """The option that names a model."""
     parser.add_argument("--model", default=DEFAULT, help=f"a name for load_model (default: {DEFAULT})")
 
 
 def add_outputs(parser) -> None:
+    """The options that say where a measurement goes."""
     parser.add_argument("--save", action="store_true", help="keep the measurement under notebooks/measurements")
     parser.add_argument("--json", metavar="FILE", help="write the result there too; - prints it as the last line")
 
 
 def write(arguments, measurement, result: dict) -> None:
+    """Keep the measurement, and write the result, where the options ask for it."""
     if arguments.save:
         print(f"saved {measurement.save()}")
     if arguments.json:

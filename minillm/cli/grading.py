@@ -9,6 +9,7 @@ from minillm.cli.common import bar, write_json
 
 
 def add_grade(commands) -> None:
+    """The parser of `minillm grade`."""
     parser = commands.add_parser("grade", help="check exercise notebooks, of one learner or of a class")
     parser.add_argument("path", nargs="?", type=Path, metavar="PATH", help="a notebook, or a folder of notebooks")
     parser.add_argument("--class", dest="classroom", type=Path, metavar="DIR", help="a folder with one per learner")

