@@ -45,7 +45,7 @@ def pools_are_apart(BlockPool):
 
 @pool.check(
     "blocks_for rounds up, and a full last block is not one too few or too many",
-    mistake="The number of blocks is off by one at a block's edge: 1 to block_size tokens need one block.",
+    mistake="The count is off by one: no tokens need no block, 1 to block_size need one, one more needs two.",
     look="'How many blocks'",
 )
 def blocks_for_counts(BlockPool):

@@ -92,7 +92,7 @@ def any_order(answer):
 
 @percentile.check(
     "the rank is rounded up to a value that occurs",
-    mistake="The nearest rank is rounded up: no mean of two neighbours, and no rounding down.",
+    mistake="Ranks count from 1, indices from 0; a rank that is no whole number is rounded up, never averaged.",
     look="'Percentiles'",
 )
 def rounded_up(answer):
