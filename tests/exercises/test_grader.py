@@ -188,7 +188,7 @@ def test_what_a_cell_does_to_others_does_no_harm(kind, tmp_path, monkeypatch, ca
 def test_a_wrong_answer_says_what_the_notebook_says_and_not_what_is_right(tmp_path):
     marks = grade_notebook(hand_in(tmp_path, with_edit("-(-num_tokens //", "(num_tokens //")), LIMITS)
     (failed,) = [outcome for outcome in marks.outcomes["block_pool"] if not outcome.passed]
-    assert failed.message.startswith("The number of blocks is off by one") and failed.detail.startswith("Asked: ")
+    assert failed.message.startswith("The count is off by one") and failed.detail.startswith("Asked: ")
 
 
 # --- a class ------------------------------------------------------------------------------------------------------
