@@ -17,6 +17,7 @@ from minillm.measure.roofline import StepShape, least_work, read_numbers
 from minillm.measure.simulation import worked_example_rows
 from minillm.measure.virtual import (
     DEVICES,
+    GIVEN_TOKENS,
     CostModel,
     VirtualClock,
     VirtualProposer,
@@ -148,6 +149,67 @@ def test_a_hundred_thousand_rows_take_seconds():
     play(engine, make_workload("yardstick", requests=192))
     rows = engine.records.totals["rows"]
     assert rows > 90_000 and rows / (time.process_time() - start) > 50_000  # about 200,000 on an idle core
+
+
+# -- several steps at once ------------------------------------------------------------------------
+
+COSTLY = CostModel(SMALL, "bf16", 1e6, 1e9, 1e8, 1e9, overhead_s=1e-3)  # each part of a step's time shows
+TIGHT = {"kv_memory": 40 * 16 * TOKEN_BYTES, "max_batch": 8}  # 40 blocks: not enough for eight at once
+
+
+@pytest.mark.parametrize(
+    ("settings", "clients"),
+    [
+        ({}, None), ({}, 6), (TIGHT, None), (TIGHT, 8), ({**TIGHT, "prefix_cache": False}, None),
+        ({"kv": "slots", **TIGHT}, 8), ({"kv": "slots", "batching": "static", **TIGHT}, None),
+        ({"chunked_prefill": False, "max_step_tokens": 512, "max_batch": 4}, None), ({"max_step_tokens": 4}, 8),
+        ({"block_size": 1, "kv_memory": 700 * TOKEN_BYTES}, None), ({"proposer": VirtualProposer(0.5)}, None),
+        ({"records": "summary"}, None),
+    ],
+)
+def test_steps_run_at_once_are_the_steps_that_would_have_been_run_one_by_one(settings, clients):
+    items = [replace(item, arrival=item.arrival / 40) for item in chat(40, scale=0.05, seed=3)]
+    items += [WorkItem(0.01 * i, [i % 3] * 33, 1 + 9 * i) for i in range(8)]  # some share a prefix
+    alone, together = virtual_engine(COSTLY, **settings), virtual_engine(COSTLY, **settings)
+    looks = []
+    outputs = play(alone, items, clients, watch=looks.append), play(together, items, clients)
+    assert [len(output) for output in outputs[0]] == [len(output) for output in outputs[1]]
+    assert together.records.steps == alone.records.steps
+    assert together.records.requests == alone.records.requests
+    assert (together.records.totals, together.records.peaks) == (alone.records.totals, alone.records.peaks)
+    assert len(looks) == alone.records.totals["steps"], "who watches sees every step"
+    together.check_invariants()
+
+
+def test_a_step_runs_on_until_somebody_arrives_or_ends_and_no_further():
+    engine = virtual_engine(SECOND)
+    engine.add([1], SamplingParams(max_tokens=10), request_id="a")
+    assert [len(event.token_ids) for event in engine.step()] == [1], "without a moment given, one step is one step"
+    engine.add([2], SamplingParams(max_tokens=2), request_id="b", arrival=5.5)
+    tokens = {event.request_id: len(event.token_ids) for event in engine.step(until=100.0)}
+    assert (engine.clock.now(), tokens) == (6.0, {"a": 5}), "the engine's own next arrival counts too"
+    assert engine.stats().running == 1
+    while engine.has_work:
+        engine.step(until=100.0)
+    assert [record.token_times for record in engine.records.requests] == [
+        [7.0, 8.0], [float(moment) for moment in range(1, 11)]
+    ]
+
+
+def test_a_stop_that_any_token_might_be_keeps_steps_apart():
+    engine = virtual_engine(SECOND)
+    engine.add([1], SamplingParams(max_tokens=50, stop_ids=[GIVEN_TOKENS + 2]))
+    while engine.has_work:
+        engine.step(until=100.0)
+    assert engine.clock.now() == 3.0 and engine.records.totals["finished_stop"] == 1
+
+
+def test_many_steps_at_once_are_few_plans():
+    engine = virtual_engine(A100, kv_memory=60 * 10**9, max_batch=64)
+    plans, plan = [], engine.scheduler.plan
+    engine.scheduler.plan = lambda: plans.append(plan()) or plans[-1]
+    play(engine, chat(30, rate=5.0, scale=0.2))
+    assert len(plans) < engine.records.totals["steps"] / 3
 
 
 # -- fitting --------------------------------------------------------------------------------------

@@ -84,6 +84,9 @@ class StepPlan:
     rows: list[Row] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    repeats: int = 0  # how often an executor may run it again at once, each row feeding the token it was just given
+    until: float = 0.0  # the moment from which it may not, since somebody arrives
+    ends: list[float] = field(default_factory=list)  # when each run of it but the last ended
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
@@ -162,6 +165,30 @@ class Scheduler:
             self._admit(plan)
             self._plan_drafts(plan)
         return plan
+
+    def repeats(self, plan: StepPlan) -> int:
+        """How many of the next steps are sure to look like this one, if no answer ends and nobody arrives.
+
+        A lower bound: 0 unless everybody decodes and all will find memory. Whoever waits has just been refused, and
+        will be again while nobody leaves, since rows that grow leave less room.
+        """
+        fed, rows = self.max_step_tokens - plan.budget, len(plan.rows)
+        if plan.preempted or not fed == rows == len(self.running) or not all([row.due for row in plan.rows]):
+            return 0
+        if self.draft_length is not no_drafts or (self.waiting and not self.chunked_prefill):
+            return 0
+        return self.memory.steps_ahead(rows)
+
+    def repeat(self, plan: StepPlan, times: int) -> list[int]:
+        """Let a plan stand for so many further steps like it. Returns the blocks taken before each of them."""
+        size, taken = self.memory.pool.block_size, [0] * times
+        for row in plan.rows:
+            unfilled = len(row.request.block_table) * size - row.end
+            for step in range(unfilled, times, size):
+                taken[step] += 1
+            row.end += times
+            self.memory.reserve(row.request, row.end)
+        return taken
 
     def commit(self, plan: StepPlan, outputs: Sequence[Sequence[int]]) -> list[tuple[Request, list[int]]]:
         """Take what the step computed. `outputs` holds the new tokens of each due row, in the rows' order.

@@ -64,7 +64,11 @@ class Executor(Protocol):
     """What turns a plan into tokens."""
 
     def run(self, plan: StepPlan) -> list[list[int]]:
-        """The new tokens of each due row of the plan, in the rows' order; returns when they are known."""
+        """The new tokens of each due row of the plan, in the rows' order; returns when they are known.
+
+        It may run the plan up to `plan.repeats` times more at once, none of them from `plan.until` on, notes in
+        `plan.ends` when each run but the last ended, and gives each row as many tokens as it ran.
+        """
         ...
 
 
@@ -269,30 +273,36 @@ class Engine:
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def step(self) -> list[TokenEvent]:
+    def step(self, until: float | None = None) -> list[TokenEvent]:
         """Run one step, and return what it gave to whom, after what was kept back before.
+
+        until: a moment before which you will add or abort nothing. Virtual time then runs several like steps at once,
+        as many as begin before it; the records tell them apart, an event holds the tokens of all.
 
         With nothing runnable and an arrival ahead it waits for it (in virtual time: jumps to
         it). If the forward raises, the step is undone, every request stays as it was, and
         the exception goes on to the caller.
         """
-        self._advance()
+        self._advance(until)
         events, self._kept = self._kept, []
         return events
 
-    def _advance(self) -> None:
+    def _advance(self, until: float | None = None) -> None:
         """One step. Its events join those that are kept, which an exception must not lose."""
         self._take_arrivals()
         if not self.scheduler.has_work and not self._kept and self._arrivals:
             self.clock.wait_until(self._arrivals[0][0])
             self._take_arrivals()
         if self.scheduler.has_work:
-            events = self._run_step()  # first: it may raise, and `_kept` must not be read before it
+            events = self._run_step(until)  # first: it may raise, and `_kept` must not be read before it
             self._kept += events
 
-    def _run_step(self) -> list[TokenEvent]:
+    def _run_step(self, until: float | None) -> list[TokenEvent]:
         plan = self.scheduler.plan()
         counts = self.records.planned(plan, self.scheduler, self.clock.now())
+        if until is not None and self.tokenizer is None:  # text may end at any token
+            plan.repeats = self.scheduler.repeats(plan)
+            plan.until = min(until, self._arrivals[0][0]) if self._arrivals else until
         try:
             outputs = self.executor.run(plan)
         except BaseException:
@@ -300,6 +310,7 @@ class Engine:
             raise
         if self.speculator:
             self.speculator.observe(plan.rows, outputs, self.clock.now() - counts["start"])
+        taken = self.scheduler.repeat(plan, len(plan.ends))
         news = self.scheduler.commit(plan, outputs)
         texts = [""] * len(news)
         if self.tokenizer is not None:
@@ -307,7 +318,7 @@ class Engine:
             news = [(request, tokens) for (request, _), (tokens, _) in zip(news, shown, strict=True)]
             texts = [text for _, text in shown]
         now = self.clock.now()
-        self.records.committed(counts, now, news, plan)
+        self.records.committed(counts, now, news, plan, taken)
         return [self._event(request, tokens, text, now) for (request, tokens), text in zip(news, texts, strict=True)]
 
     def _show(self, request: Request, tokens: list[int]) -> tuple[list[int], str]:

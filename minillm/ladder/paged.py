@@ -185,6 +185,10 @@ class Paged:
         request.block_table += blocks or []
         return blocks is not None
 
+    def steps_ahead(self, rows: int) -> int:
+        """Decode steps for which so many rows are sure to find memory: each takes a block in `block_size` steps."""
+        return self.pool.num_available // rows * self.pool.block_size
+
     def settle(self, request: Request) -> None:
         """After a step: return the blocks past `num_kv` (rejected drafts), and index the full ones."""
         table, nodes, size = request.block_table, request.prefix_nodes, self.pool.block_size
@@ -222,6 +226,10 @@ class Slots:
     def reserve(self, request: Request, num_kv: int) -> bool:
         """Always True: the run was reserved for the longest."""
         return True
+
+    def steps_ahead(self, rows: int) -> int:
+        """Decode steps for which rows are sure to find memory: all that they may ever ask for."""
+        return self.pool.num_blocks * self.pool.block_size
 
     def settle(self, request: Request) -> None:
         """Nothing to return before the end, and nothing shared."""

@@ -15,11 +15,13 @@ from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from minillm.ladder.continuous import Row, Scheduler, StepPlan
 from minillm.ladder.request import Request, RequestId, Timing
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StepRecord:
     """One forward. Times in seconds on the engine's clock; blocks as they stood after planning."""
 
@@ -86,11 +88,11 @@ class Histogram:
 
     def add(self, *durations: float) -> None:
         """Count some durations, in seconds."""
-        for seconds in durations:
-            longer = seconds if seconds > self.SHORTEST else self.SHORTEST
-            self.buckets[round(math.log(longer) / self.GROWTH)] += 1
-            if self.highest is None or seconds > self.highest:
-                self.highest = seconds
+        if not durations:
+            return
+        buckets = np.rint(np.log(np.maximum(durations, self.SHORTEST)) / self.GROWTH)
+        self.buckets.update(buckets.astype(int).tolist())
+        self.highest = max(durations) if self.highest is None else max(self.highest, *durations)
 
     @property
     def n(self) -> int:
@@ -149,12 +151,17 @@ class Records:
             self.totals["cached_tokens"] += request.num_kv - recovered
         return {"start": now, **step_counts(plan, scheduler)}
 
-    def committed(self, counts: dict, end: float, news: list[tuple[Request, list[int]]], plan: StepPlan) -> None:
-        """After the forward: each due request's new tokens, and the step's record."""
-        output = drafted = accepted = 0
+    def committed(
+        self, counts: dict, end: float, news: list[tuple[Request, list[int]]], plan: StepPlan, taken: Sequence[int] = ()
+    ) -> None:
+        """After the forward: each due request's new tokens, and the step's record.
+
+        taken: blocks taken before each repetition of the plan, which is a step of its own.
+        """
+        ends, drafted, accepted, output = [*plan.ends, end], 0, 0, 0
         for (request, tokens), row in zip(news, [row for row in plan.rows if row.due], strict=True):
             record = self.live[request.id]
-            record.token_times += [end] * len(tokens)
+            record.token_times += ends if taken else [end] * len(tokens)
             output += len(tokens)
             if row.drafts:
                 kept = accepted_drafts(row.drafts, tokens)
@@ -162,23 +169,27 @@ class Records:
                 record.drafted_tokens += len(row.drafts)
                 record.accepted_tokens += kept
                 drafted, accepted = drafted + len(row.drafts), accepted + kept
-        step = StepRecord(
-            **counts,
-            drafted_tokens=drafted,
-            accepted_tokens=accepted,
-            duration=end - counts["start"],
-            due_rows=len(news),
-            output_tokens=output,
-        )
+        counts |= {"due_rows": len(news), "output_tokens": len(news) if taken else output,
+                   "drafted_tokens": drafted, "accepted_tokens": accepted}
+        steps = [StepRecord(**counts, duration=ends[0] - counts["start"])]
+        for (start, end), blocks in zip(pairwise(ends), taken, strict=True):
+            counts = repeated(counts, start, blocks)
+            steps.append(StepRecord(**counts, duration=end - start))
+        self._count(steps)
         self.ended = end
-        self.totals["steps"] += 1
-        self.totals["busy_seconds"] += step.duration
+
+    def _count(self, steps: list[StepRecord]) -> None:
+        """Add a step, and its repetitions, which count alike and of which the last reaches highest."""
+        first, last, repetitions = steps[0], steps[-1], len(steps) - 1
+        self.totals["steps"] += len(steps)
+        for step in steps:  # one by one, so that the sum rounds alike however they were run
+            self.totals["busy_seconds"] += step.duration
         for name in COUNTED:
-            self.totals[name] += getattr(step, name)
+            self.totals[name] += getattr(first, name) + repetitions * getattr(last, name)
         for name in PEAKED:
-            self.peaks[name] = max(self.peaks[name], getattr(step, name))
+            self.peaks[name] = max(self.peaks[name], getattr(last, name))
         if self.mode == "all":
-            self.steps.append(step)
+            self.steps += steps
 
     def finished(self, request: Request, now: float) -> RequestRecord:
         """A request ended, however it did; returns its record, which a summary does not keep."""
@@ -243,6 +254,16 @@ def step_counts(plan: StepPlan, scheduler: Scheduler) -> dict:
         "blocks_cached": len(pool.cached),
         "blocks_free": len(pool.free),
         "kv_tokens": pool.num_live * pool.block_size - unfilled,
+    }
+
+
+def repeated(counts: dict, start: float, blocks: int) -> dict:
+    """The counts of a step of decodes that follows one like it, for which so many blocks were taken."""
+    rows, free = counts["rows"], min(blocks, counts["blocks_free"])
+    return counts | {
+        "start": start, "prompt_tokens": 0, "recomputed_tokens": 0, "decode_tokens": rows, "admitted": 0,
+        "blocks_live": counts["blocks_live"] + blocks, "blocks_free": counts["blocks_free"] - free,
+        "blocks_cached": counts["blocks_cached"] - (blocks - free), "kv_tokens": counts["kv_tokens"] + rows,
     }
 
 

@@ -132,6 +132,9 @@ class Request:
 
     def extend(self, tokens: list[int]) -> list[int]:
         """Take output tokens up to the one that ends the text; returns those taken. A stop comes before the cap."""
+        if len(self.tokens) + len(tokens) < self.num_at_end and self.stop_ids.isdisjoint(tokens):  # nearly always
+            self.tokens += tokens
+            return tokens
         for number, token in enumerate(tokens, start=1):
             self.tokens.append(token)
             if token in self.stop_ids:

@@ -56,7 +56,7 @@ def serve(engines: Sequence[Engine], items: Sequence[WorkItem], route: Router = 
 def run_until(engine: Engine, moment: float) -> None:
     """Let an engine work until its clock has reached the moment, or it has nothing to do."""
     while engine.has_work and engine.clock.now() < moment:
-        engine.step()
+        engine.step(until=moment)
 
 
 def serve_disaggregated(

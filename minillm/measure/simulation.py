@@ -79,7 +79,7 @@ def simulate(workload: str, service: Service, clients: int | None = None, **sett
     merged = metrics.merge([engine.records for engine in engines])
     return {
         **metrics.summary(merged, BLOCK, service.price_per_hour * len(engines)),
-        **metrics.latencies(lives),  # of whole requests, also where two devices shared one
+        **(metrics.latencies(lives) if service.prefill_replicas else {}),  # of whole requests, where two shared one
         "requests": {"finished": len(lives), "aborted": 0, "unfinished": len(items) - len(lives)},
         "row_steps": merged.totals["rows"], "devices": len(engines),
     }

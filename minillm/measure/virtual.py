@@ -23,6 +23,7 @@ from minillm.ladder.continuous import Row, StepPlan
 from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import kv_bytes_per_token
 from minillm.ladder.records import Records, StepRecord
+from minillm.ladder.request import Request
 from minillm.ladder.sampling import ACCEPT, uniform
 from minillm.ladder.speculative import Speculator
 from minillm.measure.roofline import StepShape, least_work, measure_ceilings, read_numbers
@@ -166,13 +167,26 @@ class VirtualExecutor:
         self.next_token = count(GIVEN_TOKENS).__next__
 
     def run(self, plan: StepPlan) -> list[list[int]]:
-        """The new tokens of each due row: one, or the accepted drafts and one."""
+        """The new tokens of each due row: one, or the accepted drafts and one, or one for each run of the plan."""
         if self.proposer:
             self.proposer.propose(plan.rows)
             self.clock.advance(self.proposer.seconds(plan.rows))
-        self.clock.advance(self.cost.seconds(StepShape.of([self._computed(row) for row in plan.rows])))
+        shape = StepShape.of([self._computed(row) for row in plan.rows])
+        self.clock.advance(self.cost.seconds(shape))
+        if plan.repeats:
+            return self._repeat(plan)
         due = [row for row in plan.rows if row.due]
         return [[*self.proposer.accepted(row), self.next_token()] if row.drafts else [self.next_token()] for row in due]
+
+    def _repeat(self, plan: StepPlan) -> list[list[int]]:
+        """Run a step of decodes again while no answer ends: each time every row stores one token more, and sees it."""
+        repeats, rows = min(plan.repeats, *[steps_left(row.request) - 1 for row in plan.rows]), len(plan.rows)
+        stored = sum([row.end for row in plan.rows])
+        while len(plan.ends) < repeats and self.clock.time < plan.until:
+            plan.ends.append(self.clock.time)
+            stored += rows
+            self.clock.advance(self.cost.seconds(StepShape(rows, rows, stored, stored)))
+        return [[self.next_token() for _ in range(len(plan.ends) + 1)] for _ in plan.rows]
 
     def _computed(self, row: Row) -> tuple[int, int, int]:
         """(start, tokens, logits) of what must be computed of a row."""
@@ -181,6 +195,11 @@ class VirtualExecutor:
         if self.prompts_received and row.start < row.request.num_prompt and not row.request.num_once_stored:
             return (row.end - 1, logits, logits) if row.due else (0, 0, 0)
         return row.start, row.end - row.start + drafts, logits
+
+
+def steps_left(request: Request) -> int:
+    """Decode steps to the end of an answer, which virtual time may know; at least 1, where stops may come sooner."""
+    return 1 if request.stop_ids else int(request.num_at_end) - request.num_tokens
 
 
 def virtual_engine(

@@ -11,6 +11,7 @@ server looks better under the second, so a figure names its loop.
 from __future__ import annotations
 
 import csv
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -80,7 +81,8 @@ def play(
             if engine.has_work and (arrival > engine.clock.now() if clients is None else len(asked) >= clients):
                 break
             asked[engine.add(item.prompt_ids, item.params, arrival=arrival)] = coming.popleft()
-        for event in engine.step():
+        until = start + items[coming[0]].arrival if coming and clients is None else math.inf
+        for event in engine.step(until if watch is None else None):
             outputs[asked[event.request_id]] += event.token_ids
             if event.finished:
                 del asked[event.request_id]
