@@ -28,14 +28,15 @@ REGION = re.compile(rf"^( *){BEGIN}\n.*?^ *{END}$", flags=re.DOTALL | re.MULTILI
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
-def make_solution(exercise: Exercise) -> NotebookNode:
-    """The exercise with its solution, as a notebook."""
+def make_solution(exercise: Exercise, up: str = "../../") -> NotebookNode:
+    """The exercise with its solution, as a notebook; `up` leads from its folder to the repository."""
     notebook = jupytext.read(FOLDER / "src" / f"{exercise.name}.py", fmt="py:percent")
     notebook.metadata = nbformat.from_dict({
         "kernelspec": KERNEL, "language_info": {"name": "python"}, "minillm": {"exercise": exercise.name},
     })
     title, rest = notebook.cells[0].source.split("\n", 1)
-    notebook.cells[0].source = f"{title}\n\n{exercise.facts}\n\n{help_line(exercise)}\n{rest}"
+    facts = exercise.facts.replace("](../", f"]({up}")
+    notebook.cells[0].source = f"{title}\n\n{facts}\n\n{help_line(exercise)}\n{rest}"
     for i, cell in enumerate(notebook.cells):
         grading = grading_metadata(exercise, cell)
         name = grading["grade_id"] if grading else f"cell_{i}"
@@ -61,7 +62,7 @@ def help_line(exercise: Exercise) -> str:
 
 def make_stub(exercise: Exercise) -> NotebookNode:
     """The same notebook without the solution."""
-    notebook = make_solution(exercise)
+    notebook = make_solution(exercise, up="../")
     for cell in notebook.cells:
         if BEGIN in cell.source:
             cell.source = without_solution(cell.source, exercise.number)

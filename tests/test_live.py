@@ -77,3 +77,14 @@ def test_a_plot_grows_as_readings_come_and_in_ci_is_drawn_once(ci, monkeypatch):
         play(fake_engine(max_batch=2), items(2), clients=2, watch=live.Gauges(show, every_s=0.0))
     assert shown == ([[5, 5]] if ci else [[], *[[n, n] for n in (1, 2, 3, 4, 5, 5)]])
     assert plt.get_fignums() == open_before
+
+
+@pytest.mark.parametrize("nobody", ["CI", "TQDM_DISABLE"])
+def test_a_bar_gives_all_items_and_is_silent_where_nobody_looks(nobody, monkeypatch, capsys):
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    assert list(live.bar([3, 1, 2], "numbers")) == [3, 1, 2]
+    assert "numbers" in capsys.readouterr().err
+    monkeypatch.setenv(nobody, "1")
+    assert list(live.bar([3, 1, 2], "numbers")) == [3, 1, 2]
+    assert capsys.readouterr() == ("", "")

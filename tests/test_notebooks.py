@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -209,3 +210,29 @@ def test_nbval_fails_on_a_wrong_number_and_on_nothing_else(good, tmp_path):
     assert run.returncode == 1, run.stdout + run.stderr
     assert re.findall(r"^FAILED (\w+)\.ipynb", run.stdout, flags=re.M) == ["wrong"], run.stdout
     assert "1 failed, 8 passed" in run.stdout  # the blank one passed: this is why `faults` must look for it
+
+
+# A fault that no error betrays: values have no part in the cache's bytes.
+RIGHT, FAULT = "return 2 * config.num_hidden_layers *", "return config.num_hidden_layers *"
+
+
+def test_nbval_fails_on_a_fault_planted_in_the_package(tmp_path):
+    """Two check cells of chapter 8 as they are stored, run with the package as it is, and with the fault in it."""
+    package = tmp_path / "faulty" / "minillm"
+    shutil.copytree(FOLDER.parent / "minillm", package, ignore=shutil.ignore_patterns("__pycache__", "weights"))
+    module = package / "ladder" / "quantized.py"
+    assert module.read_text(encoding="utf-8").count(RIGHT) == 1
+    module.write_text(module.read_text(encoding="utf-8").replace(RIGHT, FAULT), encoding="utf-8")
+    stored = nbformat.read(FOLDER / "08_capacity.ipynb", as_version=4).cells
+    wanted = ("from minillm.ladder.quantized import", "the rule of thumb says", "allocated is 1,000")
+    cells = [cell for cell in stored if cell.cell_type == "code" and any(text in cell.source for text in wanted)]
+    assert len(cells) == 3 and all(cell.source.startswith(CHECK) and cell.outputs for cell in cells[1:])
+    for name, folder in (("right", FOLDER.parent), ("wrong", package.parent)):
+        first = nbformat.v4.new_code_cell(f"import sys\nsys.path.insert(0, {str(folder)!r})")
+        notebook = nbformat.v4.new_notebook(cells=[first, *map(copy, cells)], metadata=build.METADATA)
+        nbformat.write(notebook, tmp_path / f"{name}.ipynb")
+    command = [sys.executable, "-m", "pytest", "--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=120", "-rf"]
+    files = [str(tmp_path / f"{name}.ipynb") for name in ("right", "wrong")]
+    run = subprocess.run([*command, *files], cwd=tmp_path, capture_output=True, text=True)
+    assert re.findall(r"^FAILED (\w+)\.ipynb", run.stdout, flags=re.M) == ["wrong", "wrong"], run.stdout + run.stderr
+    assert "2 failed, 6 passed" in run.stdout

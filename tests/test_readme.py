@@ -20,14 +20,6 @@ def test_a_number_typed_into_a_table_is_found():
     assert readme.with_tables(TEXT.replace(line, line.replace("4", "5", 1))) == TEXT
 
 
-def test_the_files_and_folders_it_names_exist():
-    """Every path in the map of the house, and every picture."""
-    import re
-
-    for link in re.findall(r"\]\(([^)#:]+)\)", TEXT):
-        assert (ROOT / link).exists(), link
-
-
 def test_every_claim_has_its_line_and_a_verdict_typed_over_is_found():
     from minillm.measure.claims import LEDGER
     from minillm.measure.verdicts import HOLDS, NOT_HERE, NOT_MEASURED

@@ -83,28 +83,3 @@ def test_each_term_of_the_glossary_is_built_where_it_says():
     for term, files, _ in rows:
         for file in re.findall(r"`(.+?)`", files):
             assert (ROOT / "minillm" / file).exists(), f"{term}: there is no minillm/{file}"
-
-
-PAGES = [ROOT / "README.md", *sorted((ROOT / "notebooks").glob("*.md")), *sorted(ROOM.glob("*.md"))]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_no_link_of_ours_is_broken(page):
-    broken = [target for target in links(page.read_text(encoding="utf-8")) if not (page_folder(page) / target).exists()]
-    assert not broken, f"{page.name} links to what is not there: {broken}"
-
-
-def page_folder(page: Path) -> Path:
-    """Where a page's links start: a notebook's source is read in the notebooks' folder."""
-    return page.parent.parent if page.parent.name == "src" else page.parent
-
-
-def links(text: str) -> list[str]:
-    """The files that Markdown links and pictures of a text name; not addresses, not anchors."""
-    found = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
-    return [target for target in found if re.fullmatch(r"[\w./-]+\.(md|ipynb|png|py|json|txt)", target)]
-
-
-def test_a_broken_link_is_found():
-    text = "see [this](no_such.ipynb), [that](https://example.org/a.md) and ![a picture](gone.png)"
-    assert links(text) == ["no_such.ipynb", "gone.png"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from tiny import tiny_config, tiny_model
@@ -227,6 +228,23 @@ def test_pictures_of_a_run_state_what_its_records_say():
     ttft = metrics.latencies(engine.records.requests)["ttft_s"]
     asked = {"all": engine.records.requests}
     assert f"all: {ttft['p50']:.2g} and {ttft['p90']:.2g} s" in title_of(service_plots.latency_distributions(asked))
+
+
+def steps_at(*spans: tuple[float, float, int]) -> list[SimpleNamespace]:
+    return [SimpleNamespace(start=start, duration=end - start, rows=rows) for start, end, rows in spans]
+
+
+@pytest.mark.parametrize(
+    ("spans", "moments", "heights"),
+    [
+        ([(0, 1, 3), (1, 2, 4)], [0, 1, 2], [3, 4, 0]),
+        ([(0, 1, 3), (1.1, 2, 4)], [0, 1.1, 2], [3, 4, 0]),  # the engine's own work between two steps
+        ([(0, 1, 3), (9, 10, 4)], [0, 1, 9, 10], [3, 0, 4, 0]),  # nothing ran for eight seconds
+        ([(0, 4, 1), (1, 2, 5), (3, 6, 2)], [0, 1, 2, 3, 4, 6], [1, 5, 1, 2, 2, 0]),  # several GPUs
+    ],
+)
+def test_between_two_steps_nothing_is_drawn(spans, moments, heights):
+    assert service_plots.over_moments(steps_at(*spans), lambda step: step.rows) == (moments, heights)
 
 
 def test_shares_are_those_of_the_percentile():

@@ -17,7 +17,7 @@ from minillm.ladder.decode import NoCache, decode_cached
 from minillm.ladder.records import Records
 from minillm.measure.measurement import Measurement, Provenance
 from minillm.show import plots
-from minillm.show.recorded import recorded
+from minillm.show.recorded import ledger, recorded
 from minillm.show.source import show_source, source_block
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
@@ -156,6 +156,16 @@ def test_titles_state_what_the_rows_say():
     assert f"static: {share:.0%} of slot-steps idle" in title_of(plots.slot_timeline({"static": records}, unit="step"))
 
 
+@pytest.mark.parametrize("inches", [4, 7, 10])
+def test_a_title_of_any_length_stays_inside_its_figure(inches):
+    for words in (3, 20, 40):
+        with plots.drawing(size=(inches, 6)) as (figure, _):
+            plots.headline(figure, "WIDE 1,024,288 " * words)
+            box = figure._suptitle.get_window_extent()
+            assert box.x0 >= 0 and box.x1 <= figure.bbox.width
+            assert title_of(figure).split() == ["WIDE", "1,024,288"] * words
+
+
 def test_a_figure_is_closed_so_that_running_a_cell_again_stacks_nothing_up():
     import matplotlib.pyplot as plt
 
@@ -240,3 +250,28 @@ def test_a_gpu_run_is_shown_with_its_provenance(tmp_path):
     text = recorded("step_time", {"rows": "rows"}, tmp_path)
     assert text.startswith("NVIDIA A100, m in bf16, torch 2.11, 2026-01-02, commit cccccccccc\n")
     assert "No GPU" not in text
+
+
+# --- the ledger on a page ---------------------------------------------------------------------------------------
+
+
+def step_times(eight_ms: float) -> list[dict]:
+    return [{"rows": rows, "step_ms": ms, "tokens_per_s": 1e3 * rows / ms} for rows, ms in ((1, 20.0), (8, eight_ms))]
+
+
+def test_a_page_judges_its_own_rows_and_shows_every_recorded_run(tmp_path):
+    here = ledger({"B1": step_times(24.0), "B3": None}, tmp_path).splitlines()
+    assert here[0].startswith("B1  Eight requests") and here[0].endswith("[the articles: 8x for 1.2x]")
+    assert here[1] == "    here: holds: 8 rows give 6.7 times the output in 1.20 times the step"
+    assert here[2] == "    recorded: not measured: run `minillm measure batch_curve`"
+    assert here[3] == "    no GPU run is recorded yet"
+    assert here[5] == "    recorded: not measured: run `minillm measure knee`"
+    Measurement("batch_curve", GPU, step_times(200.0)).save(tmp_path)
+    text = ledger({"B1": step_times(24.0)}, tmp_path)
+    assert "recorded, NVIDIA A100: does not hold here: 8 rows give 0.8 times" in text and "no GPU" not in text
+
+
+def test_rows_that_do_not_tell_and_claims_that_nobody_knows(tmp_path):
+    assert "    here: not measured: no row with rows 32" in ledger({"B2": step_times(24.0)}, tmp_path)
+    with pytest.raises(ValueError, match=r"no claims Z9; known: A1, A2"):
+        ledger({"Z9": None}, tmp_path)

@@ -12,14 +12,16 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 from tqdm import tqdm
 
 from minillm.ladder.engine import Engine
 
 Show = Callable[[dict], None]
+Item = TypeVar("Item")
 EVERY_S = 0.25  # between two looks
 
 
@@ -83,6 +85,21 @@ def on_terminal(label: str) -> Iterator[Show]:
 def watched() -> bool:
     """Whether somebody looks while it runs."""
     return not (os.environ.get("CI") or os.environ.get("TQDM_DISABLE"))
+
+
+def bar(items: Sequence[Item], label: str) -> Iterable[Item]:
+    """The items, under a progress bar on a notebook's page; without one where nobody looks."""
+    with progress(label, len(items)) as shown:
+        for item in items:
+            yield item
+            shown.update(1)
+
+
+def progress(label: str, total: int):
+    """A progress bar of its own on a notebook's page: a `Setting`'s `progress`."""
+    from tqdm.auto import tqdm as on_this_page  # imports ipywidgets in a notebook
+
+    return on_this_page(total=total, desc=label, leave=False, disable=not watched())
 
 
 @contextmanager

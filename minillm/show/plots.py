@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from minillm.ladder.engine import Engine
 from minillm.ladder.records import Records, RequestRecord, StepRecord
@@ -61,9 +61,17 @@ def drawing(rows: int = 1, columns: int = 1, size: tuple[float, float] = (9, 4),
 
 
 def headline(figure: Figure, text: str) -> None:
-    """The finding, above everything, in as many lines as it needs."""
-    letters = int(figure.get_figwidth() * 10)  # that fit in the width
-    figure.suptitle(textwrap.fill(text, letters), fontweight="bold", fontsize=12, x=0.01, ha="left")
+    """The finding, above everything, in as few lines as fit into the width, and those about equally long."""
+    title = figure.suptitle("", fontweight="bold", fontsize=12, x=0.01, ha="left")
+    chosen = None
+    for letters in range(int(figure.get_figwidth() * 14), 10, -1):
+        wrapped = textwrap.fill(text, letters)
+        if chosen is not None and wrapped.count("\n") > chosen.count("\n"):
+            break
+        title.set_text(wrapped)
+        if title.get_window_extent().x1 < 0.99 * figure.bbox.width:
+            chosen = wrapped
+    title.set_text(chosen or wrapped)
 
 
 def note(text: str) -> Figure:
@@ -77,6 +85,11 @@ def note(text: str) -> Figure:
 def colour(number: int) -> str:
     """The colour of a request, a line or a bar; the first is number 1."""
     return COLOURS[(number - 1) % len(COLOURS)]
+
+
+def thousands(value: float, place: int = 0) -> str:
+    """A tick's label: 12,000, not 12000."""
+    return f"{value:,g}"
 
 
 def darker(shade: str) -> tuple[float, ...]:
@@ -372,6 +385,9 @@ def draw_curves(ax: Axes, series: Mapping, log_x: bool = False, log_y: bool = Fa
         ax.plot(xs, ys, color=colour(number), marker="osD^vP"[(number - 1) % 6], label=name,
                 linestyle=("-", "--", "-.", ":")[(number - 1) % 4])
     ax.grid(color=LIGHT)
+    ax.yaxis.set_major_formatter(thousands)
+    if all(isinstance(x, int) for xs, _ in series.values() for x in xs):
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))  # nothing lies between two drafts, or two channels
     if log_x:
         ax.set_xscale("log", base=2)
         ticks = sorted({tick for xs, _ in series.values() for tick in xs})
@@ -379,7 +395,7 @@ def draw_curves(ax: Axes, series: Mapping, log_x: bool = False, log_y: bool = Fa
     if log_y:
         ax.set_yscale("log")
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        ax.yaxis.set_major_formatter(thousands)  # a scale brings its own
         ax.yaxis.set_minor_locator(NullLocator())
     if len(series) > 1:
         ax.legend()
@@ -400,19 +416,29 @@ def cost_per_token(rows: Sequence[Mapping], title: str | None = None) -> Figure:
     return curves(series, title, "tokens of text so far", "ms for the next token", log_x=True, log_y=True)
 
 
-def tokens_per_s_curve(rows: Sequence[Mapping], title: str | None = None, at: int = 8) -> Figure:
-    """Throughput and step time against the rows of a step, from rows of `chapters.batch_curve`."""
+def tokens_per_s_curve(
+    rows: Sequence[Mapping], title: str | None = None, at: int = 8, least_ms: Sequence[float] | None = None
+) -> Figure:
+    """Throughput and step time against the rows of a step, from rows of `chapters.batch_curve`.
+
+    least_ms: the least time of each row's step by the roofline, to be drawn beside.
+    """
     first, chosen = rows[0], next((row for row in rows if row["rows"] == at), rows[-1])
     xs, speeds = _columns(rows, "rows", "tokens_per_s")
     if title is None:
         faster, longer = (chosen[name] / first[name] for name in ("tokens_per_s", "step_ms"))
         title = f"{chosen['rows']} rows: {faster:.1f} times the tokens per second, a step {longer:.2f} times as long"
+    free = [row * first["tokens_per_s"] / first["rows"] for row in xs]
+    through, durations = {"measured": (xs, speeds), "if rows were free": (xs, free)}, {"measured": _columns(
+        rows, "rows", "step_ms")}
+    if least_ms is not None:
+        through["the roofline's limit"] = xs, [1e3 * row / ms for row, ms in zip(xs, least_ms, strict=True)]
+        durations["the roofline's least"] = xs, list(least_ms)
     with drawing(1, 2, size=(10, 4)) as (figure, axes):
         left, right = axes[0]
-        free = [row * first["tokens_per_s"] / first["rows"] for row in xs]
-        draw_curves(left, {"measured": (xs, speeds), "if rows were free": (xs, free)}, log_x=True, log_y=True)
+        draw_curves(left, through, log_x=True, log_y=True)
         left.set(xlabel="rows in the step", ylabel="output tokens per second", title="throughput")
-        draw_curves(right, {"step": _columns(rows, "rows", "step_ms")}, log_x=True)
+        draw_curves(right, durations, log_x=True)
         right.set(xlabel="rows in the step", ylabel="ms per step", title="duration of a step")
         right.set_ylim(bottom=0)
         headline(figure, title)

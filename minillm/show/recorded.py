@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from minillm.measure.claims import LEDGER
-from minillm.measure.measurement import MEASUREMENTS, Measurement
+from minillm.measure.claims import LEDGER, Claim, Finding, find_all
+from minillm.measure.measurement import EXACT, MEASUREMENTS, VIRTUAL, Measurement
+from minillm.measure.verdicts import NOT_MEASURED, Missing, Rows
 from minillm.show.tables import filled, text_table
 
 
@@ -36,11 +37,40 @@ def on_gpu(run: Measurement) -> bool:
     return "CUDA" in run.provenance.driver
 
 
-def verdict_here(claim_id: str, rows: Sequence[Mapping]) -> str:
+def ledger(here: Mapping[str, Rows | None], root: Path = MEASUREMENTS) -> str:
+    """What is known of some claims, by id: the verdict on rows that were measured just now, and on each recorded run.
+
+    here: None for a claim of which this page measured nothing. ValueError for an unknown claim.
+    """
+    known = {claim.id: claim for claim in LEDGER}
+    if strangers := [id for id in here if id not in known]:
+        raise ValueError(f"no claims {', '.join(strangers)}; known: {', '.join(known)}")
+    lines = []
+    for claim, rows in ((known[id], rows) for id, rows in here.items()):
+        lines.append(f"{claim.id}  {claim.sentence}" + (f"  [the articles: {claim.figure}]" if claim.figure else ""))
+        if rows is not None:
+            lines.append(f"    here: {verdict_on(claim, rows)}")
+        recorded_runs = find_all(root, (claim,))
+        lines += [f"    {where(finding)}: {finding.verdict}: {finding.measured}" for finding in recorded_runs]
+        if not {finding.kind for finding in recorded_runs} & {"GPU", VIRTUAL, EXACT}:
+            lines.append("    no GPU run is recorded yet")
+    return "\n".join(lines)
+
+
+def verdict_here(claim_id: str, rows: Rows) -> str:
     """The ledger's own verdict on one claim, from rows that were measured just now; ValueError for an unknown one."""
-    claim = next((claim for claim in LEDGER if claim.id == claim_id and claim.judge), None)
-    if claim is None:
-        known = ", ".join(claim.id for claim in LEDGER if claim.judge)
-        raise ValueError(f"no rule judges a claim {claim_id!r}; known: {known}")
-    found = claim.judge(rows)
-    return f"{claim.id}  {claim.sentence}\n    {found.word}: {found.measured}"
+    return ledger({claim_id: rows})
+
+
+def verdict_on(claim: Claim, rows: Rows) -> str:
+    """The ledger's own verdict on rows, in words; what is missing, where they are too few to tell."""
+    try:
+        verdict = claim.judge(rows)
+    except Missing as missing:
+        return f"{NOT_MEASURED}: {missing}"
+    return f"{verdict.word}: {verdict.measured}"
+
+
+def where(finding: Finding) -> str:
+    """On what a finding was made."""
+    return f"recorded, {finding.device}" if finding.kind in ("GPU", "CPU") else finding.device or "recorded"

@@ -6,11 +6,13 @@ with the metrics.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import zip_longest
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator, PercentFormatter
 
 from minillm.ladder.records import Records, RequestRecord, StepRecord
 from minillm.measure import metrics
@@ -33,21 +35,25 @@ def roofline(rows: Sequence[Mapping], limits: Ceilings, title: str | None = None
     with drawing(size=(9, 4.8)) as (figure, axes):
         ax = axes[0, 0]
         roof = [min(x * limits.bytes_per_s, limits.flops_per_s) / 1e9 for x in xs]
-        ax.plot(xs, roof, color="black", label="the roof: bandwidth, then matmul rate")
+        ax.plot(xs, roof, color="black", label="roof: bandwidth, then matmul rate")
         ax.axvline(ridge, color=GREY, linewidth=1, linestyle=":")
-        ax.annotate(f"ridge: {ridge:.1f} FLOP a byte", (ridge, roof[1]), xytext=(5, -24), textcoords="offset points",
-                    fontsize=9, color=GREY)
+        ax.annotate(f"ridge: {ridge:.1f} FLOP a byte", (ridge, 0), xycoords=("data", "axes fraction"), xytext=(-5, 6),
+                    textcoords="offset points", ha="right", fontsize=9, color="black")
         for (kind, marker), shade in zip((("decode", "o"), ("prefill", "s")), COLOURS, strict=False):
             some = [row for row in rows if row["kind"] == kind]
             ax.plot([row["flop_per_byte"] for row in some], [row["gflop_per_s"] for row in some], marker,
-                    color=shade, label=f"{kind}, measured (number: tokens in the step)")
+                    color=shade, label=f"{kind} (number: tokens)")
             for row in some:
                 below = kind == "prefill"
                 ax.annotate(row["tokens"], (row["flop_per_byte"], row["gflop_per_s"]), fontsize=9, color=shade,
                             xytext=(0, -15 if below else 7), textcoords="offset points", ha="center")
         ax.set(xscale="log", yscale="log", xlabel="arithmetic per byte read: FLOP / byte", ylabel="GFLOP/s")
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter(plots.thousands)
+            axis.set_minor_locator(NullLocator())
         ax.grid(color=LIGHT)
-        ax.legend(loc="lower right")
+        figure.legend(loc="outside lower center", ncols=3, fontsize=10)
         headline(figure, title)
     return figure
 
@@ -88,30 +94,56 @@ def over_time(runs: Mapping[str, Records], title: str | None = None, at: float |
     at: a moment to mark. Needs records="all".
     """
     if title is None:
-        parts = [f"{name}: {metrics.batch(records)['mean_rows']:.1f} rows on average, up to "
-                 f"{records.peaks['waiting']} waiting" for name, records in runs.items()]
-        title = ";  ".join(parts)
+        parts = [f"{metrics.batch(records)['mean_rows']:.1f} rows on average, up to {records.peaks['waiting']} waiting"
+                 for records in runs.values()]
+        title = ";  ".join(f"{name}: {part}" for name, part in zip(runs, parts, strict=True))
+        title = title if len(runs) > 1 else parts[0]
     panels = (("rows in a step", useful_rows), ("ms a step", lambda step: 1e3 * step.duration),
               ("waiting", lambda step: step.waiting), ("cache held", cache_share))
     with drawing(4, len(runs), size=(max(7, 5 * len(runs)), 7), sharex="col", sharey="row") as (figure, axes):
-        for column, (name, records) in enumerate(runs.items()):
-            edges = [(step.start, step.start + step.duration) for step in records.steps]
-            times = [moment - records.began for edge in edges for moment in edge]
-            for line, (label, value) in enumerate(panels):
-                ax = axes[line, column]
-                heights = [value(step) for step in records.steps for _ in range(2)]
-                ax.fill_between(times, heights, color=plots.colour(line + 1), linewidth=0)
+        for line, (label, value) in enumerate(panels):
+            most = max(value(step) for records in runs.values() for step in records.steps)
+            for ax, records in zip(axes[line], runs.values(), strict=True):
+                times, heights = over_moments(records.steps, value)
+                ax.fill_between([moment - records.began for moment in times], heights, step="post",
+                                color=plots.colour(line + 1), linewidth=0)
                 if at is not None:
                     ax.axvline(at, color="black", linestyle=":", linewidth=1)
-                most = max(value(step) for other in runs.values() for step in other.steps)
-                ax.set_ylim(0, 1 if value is cache_share else max(1, 1.08 * most))
-                if column == 0:
-                    ax.set_ylabel(label)
-            axes[-1, column].yaxis.set_major_formatter(PercentFormatter(1))
-            axes[0, column].set_title(name)
+            first = axes[line, 0]
+            first.set(ylabel=label, ylim=(0, 1 if value is cache_share else max(1, 1.08 * most)))
+            first.yaxis.set_major_locator(MaxNLocator(4, integer=value is not cache_share))
+            first.yaxis.set_major_formatter(PercentFormatter(1) if value is cache_share else plots.thousands)
+        for column, name in enumerate(runs):
+            axes[0, column].set_title(name if len(runs) > 1 else "")
             axes[-1, column].set_xlabel("seconds")
         headline(figure, title)
     return figure
+
+
+def over_moments(steps: Sequence[StepRecord], value: Callable[[StepRecord], float]) -> tuple[list, list]:
+    """(moments, the value from each on): a step's own while it runs, 0 while nothing does.
+
+    Of the steps of several GPUs at once it is the largest. A gap of less than half of the step
+    before it is the engine's own work between two steps, and not idleness.
+    """
+    ordered = sorted(steps, key=lambda step: step.start)
+    spans = []  # of each step: start, end, value
+    for step, follower in zip_longest(ordered, ordered[1:]):
+        end = step.start + step.duration
+        if follower and 0 < follower.start - end < 0.5 * step.duration:
+            end = follower.start
+        spans.append((step.start, end, value(step)))
+    moments = sorted({moment for start, end, _ in spans for moment in (start, end)})
+    heights, running, begun = [], [], 0  # running: a heap of (-value, end)
+    for moment in moments:
+        while begun < len(spans) and spans[begun][0] <= moment:
+            _, end, height = spans[begun]
+            heappush(running, (-height, end))
+            begun += 1
+        while running and running[0][1] <= moment:
+            heappop(running)
+        heights.append(-running[0][0] if running else 0)
+    return moments, heights
 
 
 def useful_rows(step: StepRecord) -> int:
@@ -204,6 +236,7 @@ def side_by_side(rows: Sequence[Mapping], label: str, columns: Mapping[str, str]
             ax.set_xlim(0, 1.3 * max(values) or 1)
             ax.tick_params(left=False)
             ax.xaxis.set_major_locator(MaxNLocator(3))
+            ax.xaxis.set_major_formatter(plots.thousands)
         axes[0, 0].invert_yaxis()
         headline(figure, title)
     return figure
@@ -218,5 +251,6 @@ def frontier(rows: Sequence[Mapping], label: str, x: str, y: str, title: str, **
             ax.annotate(row[label], (row[x], row[y]), xytext=(7, -11), textcoords="offset points", fontsize=10)
         ax.set(xlim=(0, None), ylim=(0, 1.08 * max(row[y] for row in rows)), **axes_labels)
         ax.grid(color=LIGHT)
+        ax.yaxis.set_major_formatter(plots.thousands)
         headline(figure, title)
     return figure

@@ -28,14 +28,16 @@ import os
 
 import minillm
 from minillm.ladder.quantized import kv_bytes_per_token
-from minillm.measure import roofline, service
+from minillm.measure import limits, roofline, service
 from minillm.measure.measurement import device_name
 from minillm.measure.roofline import Ceilings, StepShape, StepWork, least_work
+from minillm.measure.setting import Setting
 from minillm.measure.virtual import DEVICES, CostModel
 from minillm.model.config import ModelConfig
 from minillm.model.source import DEFAULT
 from minillm.show import plots, service_plots
-from minillm.show.recorded import recorded
+from minillm.show.live import bar, progress
+from minillm.show.recorded import ledger, recorded
 from minillm.show.source import show_source
 from minillm.show.tables import text_table
 
@@ -64,10 +66,10 @@ my_guess = {"GB/s": None, "GFLOP/s": None}
 show_source(roofline.measured_bandwidth, roofline.measured_matmul_rate)
 
 # %%
-limits = roofline.measure_ceilings(model.device, model.dtype)
-print(f"reads {limits.bytes_per_s / 1e9:,.1f} GB/s")
-print(f"multiplies {limits.flops_per_s / 1e9:,.0f} GFLOP/s")
-print(f"in the time of reading one byte it multiplies {limits.flops_per_s / limits.bytes_per_s:.1f} FLOP")
+ceilings = roofline.measure_ceilings(model.device, model.dtype)
+print(f"reads {ceilings.bytes_per_s / 1e9:,.1f} GB/s")
+print(f"multiplies {ceilings.flops_per_s / 1e9:,.0f} GFLOP/s")
+print(f"in the time of reading one byte it multiplies {ceilings.flops_per_s / ceilings.bytes_per_s:.1f} FLOP")
 
 # %% [markdown]
 # The last line is the machine's **ridge**. Work that does fewer FLOP per byte than this waits for memory; work that
@@ -123,8 +125,8 @@ my_guess = None
 # %%
 one = least_work(model.config, "fp32" if model.dtype.itemsize == 4 else "bf16", StepShape.decode([64]),
                  model.weight_bytes)
-print(f"{one.bytes / 1e6:.0f} MB at {limits.bytes_per_s / 1e9:.1f} GB/s: at most "
-      f"{1 / limits.least_seconds(one):,.0f} tokens/s")
+print(f"{one.bytes / 1e6:.0f} MB at {ceilings.bytes_per_s / 1e9:.1f} GB/s: at most "
+      f"{1 / ceilings.least_seconds(one):,.0f} tokens/s")
 
 # %% [markdown]
 # ## Measure
@@ -136,14 +138,15 @@ print(f"{one.bytes / 1e6:.0f} MB at {limits.bytes_per_s / 1e9:.1f} GB/s: at most
 # %%
 rows = (1, 8) if QUICK else (1, 8, 32, 128) if GPU else (1, 2, 8, 32)
 prompts = (16, 64) if QUICK else (64, 256, 1024, 4096) if GPU else (16, 64, 256, 512)
-steps = service.roofline_steps(model, DEFAULT, limits, rows, prompts, steps=8 if QUICK else 12)
+steps = service.roofline_steps(model, DEFAULT, ceilings, bar(rows, "rows"), bar(prompts, "prompts"),
+                               steps=8 if QUICK else 12)
 STEP_COLUMNS = {"kind": "step", "tokens": "tokens", "read_mb": "must read MB", "gflop": "GFLOP",
                 "flop_per_byte": "FLOP/byte", "least_ms": "least ms", "step_ms": "measured ms", "mbu": "MBU",
                 "mfu": "MFU", "bound_by": "bound by"}
 print(text_table(steps.rows, STEP_COLUMNS))
 
 # %%
-service_plots.roofline(steps.rows, limits)
+service_plots.roofline(steps.rows, ceilings)
 
 # %% [markdown]
 # A point under the slanted part waits for memory, one under the level part for the arithmetic units. How far it
@@ -186,10 +189,14 @@ for name in ("l4", "rtx-4090", "a100-80gb", "h100", "h200"):
 #
 # The roofline counts work. A step also costs something for being a step: each operation must be called, and on a GPU
 # launched. A small model does almost no work in as many calls. Here are random weights with the same 30 layers, ever
-# narrower, one token each:
+# narrower, one token each. The narrowest reads about sixty times less than the model. How many times faster is its
+# step? Write it down.
 
 # %%
-narrow = service.mbu_by_width(model, DEFAULT, limits, (1, 4) if QUICK else (1, 2, 4, 8))
+my_guess = None
+
+# %%
+narrow = service.mbu_by_width(model, DEFAULT, ceilings, bar((1, 4) if QUICK else (1, 2, 4, 8), "widths"))
 NARROW = {"width": "hidden size", "read_mb": "must read MB", "least_ms": "least ms", "step_ms": "measured ms",
           "lost_ms": "neither: ms", "mbu": "MBU"}
 print(text_table(narrow.rows, NARROW))
@@ -212,6 +219,17 @@ plots.curves(
 # Other things that the two numbers do not know: a laptop that gets warm, a machine that others use at the same time,
 # and a model that fits into a cache.
 #
+# ## Claims of the ledger that this page settles
+#
+# By the ledger's own rules: on this device, just now, and on every device that has a recorded run. A1 asks for the
+# step of fewer and fewer layers, A2 for prompts alone and several at once, so both are measured first.
+
+# %%
+setting = Setting(quick=QUICK, progress=progress)
+setting.model, setting.ceilings = model, ceilings
+print(ledger({"A1": limits.decode_step(setting).rows, "A2": limits.prefill(setting).rows}))
+
+# %% [markdown]
 # ## What a production engine calls this
 #
 # | here | elsewhere |
@@ -221,24 +239,11 @@ plots.curves(
 # | MBU, MFU | the same names in papers and vendors' blogs; profilers show "DRAM throughput", "tensor active" |
 # | cost of calls | launch overhead; CUDA graphs remove it (`--enforce-eager`, `--disable-cuda-graph` do without) |
 #
-# ## Claims of the ledger that this page touches
-#
-# The figures are those of this run, on the device named at the top.
-
-# %%
-yes = {True: "holds here", False: "does not hold here"}
-share = decoded["least_ms"] / decoded["step_ms"]
-print(f"A1, a decoded token costs one read of the weights: {decoded['bound_by']} decides, and explains {share:.0%} "
-      f"of the step: {yes[decoded['bound_by'] == 'reading' and share > 0.5]}")
-print(f"A2, prefill is bound by compute: {longest['tokens']} tokens do {longest['flop_per_byte']:.0f} FLOP a byte; "
-      f"{longest['bound_by']} decides: {yes[longest['bound_by'] == 'multiplying']}; MFU {longest['mfu']:.0%}")
-
-# %% [markdown]
 # ## Exercise
 #
 # A friend's GPU reads 900 GB/s. Mistral-7B has 7.1 · 10⁹ weights that a step reads. How many tokens per second can one
 # request get at most in 16 bits, and in 4 bits (half a byte a weight)? Replace the two `None`. The full exercise, where
-# you write `least_work` yourself, is number 1 in the folder `exercises`.
+# you write the sums of a step yourself, is [exercise 1](../exercises/01_step_cost.ipynb).
 
 # %%
 in_16_bits, in_4_bits = None, None
