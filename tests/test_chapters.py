@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from tiny import tiny_model
@@ -68,6 +69,26 @@ def test_gain_by_spread(model):
     assert varied["times_steps"] > 1 and varied["idle_share"] > 0 and varied["drawn_cv"] == pytest.approx(1, abs=0.4)
     lengths = [item.output_tokens for item in lognormal(1.0, requests=12, mean_tokens=6)]
     assert varied["static_steps"] == sum(max(lengths[at : at + 4]) for at in range(0, 12, 4))
+
+
+def test_equal_answers_leave_the_policies_nothing_to_differ_in(model):
+    """Step for step the same rows, tokens and blocks: a measured ratio other than 1 is the machine's noise."""
+    runs = []
+    for batching in ("static", "continuous"):
+        items = lognormal(0.0, requests=32, mean_tokens=12, prompt_tokens=8)
+        records = chapters.count(model.config, items, batching=batching, max_batch=8)
+        runs.append([replace(step, start=0.0, duration=0.0) for step in records.steps])
+    assert runs[0] == runs[1] and len(runs[0]) == 4 * 12
+
+
+def test_a_disturbance_in_one_repeat_does_not_count(model):
+    once, again = (chapters.serve(model, lognormal(0.0, requests=4, mean_tokens=3), max_batch=4) for _ in range(2))
+    for records, slow in ((once, 0), (again, 2)):
+        records.steps[:] = [replace(step, duration=9.0 if i == slow else 0.5) for i, step in enumerate(records.steps)]
+    assert chapters.undisturbed([once, again]) == 0.5 * len(once.steps)
+    again.steps.pop()
+    with pytest.raises(ValueError):
+        chapters.undisturbed([once, again])
 
 
 def test_stall_by_chunking(model):

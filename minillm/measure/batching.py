@@ -103,7 +103,7 @@ def memory_of(items: Sequence[WorkItem], slots: int) -> int:
 
 def gain_by_spread(setting: Setting) -> Measurement:
     """Continuous over static batching against the spread of the answers' lengths."""
-    requests, mean_tokens, repeats = setting.size((16, 8, 1), (32, 12, 2), (128, 64, 3))
+    requests, mean_tokens, repeats = setting.size((16, 8, 2), (32, 12, 4), (128, 64, 4))
     return chapters.gain_by_spread(setting.timed_model, setting.timed_name, requests=requests,
                                    mean_tokens=mean_tokens, max_batch=8, repeats=repeats)
 

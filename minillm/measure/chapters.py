@@ -146,39 +146,43 @@ def gain_by_spread(
 ) -> Measurement:
     """Continuous over static batching on the same requests, against the spread of their answers' lengths.
 
-    Of `repeats` runs of each, in turns, the fastest counts: what slows one down comes from elsewhere.
+    Each is run `repeats` times, in turns, and who goes first changes. A step counts at the fastest of its repeats,
+    which all did the same work: what slows one down comes from elsewhere.
     """
     warm_up(model)
     rows = []
     for cv in spreads:
         items = lognormal(cv, requests=requests, mean_tokens=mean_tokens, prompt_tokens=8)
-        turns = [
-            {batching: serve(model, items, batching=batching, max_batch=max_batch)
-             for batching in ("static", "continuous")}
-            for _ in range(repeats)
-        ]
-        runs = {batching: min((turn[batching] for turn in turns), key=busy) for batching in turns[0]}
+        runs: dict[str, list[Records]] = {"static": [], "continuous": []}
+        for turn in range(repeats):
+            for batching in reversed(runs) if turn % 2 else runs:
+                runs[batching].append(serve(model, items, batching=batching, max_batch=max_batch))
         rows.append(spread_row(cv, items, runs))
     speeds = [row["continuous_tokens_per_s"] for row in rows]
     return measured("gain_by_spread", model, name, rows, Spread.of(speeds, warmups=1))
 
 
-def busy(records: Records) -> float:
-    """Seconds that a run's steps took."""
-    return records.totals["busy_seconds"]
+def undisturbed(runs: Sequence[Records]) -> float:
+    """Seconds that the steps of a run take, each at the fastest of the runs. ValueError if their steps differ."""
+    return sum(map(min, zip(*[[step.duration for step in run.steps] for run in runs], strict=True)))
 
 
-def spread_row(cv: float, items: Sequence[WorkItem], runs: dict[str, Records]) -> dict:
-    """One row of `gain_by_spread`: the spread as asked and as drawn, steps and seconds of both."""
+def spread_row(cv: float, items: Sequence[WorkItem], runs: dict[str, list[Records]]) -> dict:
+    """One row of `gain_by_spread`: the spread as asked and as drawn, steps and seconds of both.
+
+    times_tokens_min and _max are those of single turns, the noise of the ratio.
+    """
     lengths = [item.output_tokens for item in items]
-    static, continuous = (metrics.summary(runs[batching]) for batching in ("static", "continuous"))
+    static, continuous = (metrics.summary(same[0]) for same in runs.values())
+    static_s, continuous_s = map(undisturbed, runs.values())
+    ratios = [a.totals["busy_seconds"] / b.totals["busy_seconds"] for a, b in zip(*runs.values(), strict=True)]
     return {
         "cv": cv, "drawn_cv": pstdev(lengths) / mean(lengths),
         "static_steps": static["steps"], "continuous_steps": continuous["steps"],
         "times_steps": static["steps"] / continuous["steps"], "idle_share": static["batch"]["idle_share"],
-        "static_tokens_per_s": sum(lengths) / static["busy_s"],
-        "continuous_tokens_per_s": sum(lengths) / continuous["busy_s"],
-        "times_tokens_per_s": static["busy_s"] / continuous["busy_s"],
+        "static_tokens_per_s": sum(lengths) / static_s, "continuous_tokens_per_s": sum(lengths) / continuous_s,
+        "times_tokens_per_s": static_s / continuous_s, "times_tokens_min": min(ratios),
+        "times_tokens_max": max(ratios),
     }
 
 
