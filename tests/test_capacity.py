@@ -119,5 +119,12 @@ def test_nothing_left_is_said_with_the_numbers():
         articles(kv_format="int3")
 
 
+@pytest.mark.parametrize("wrong", [dict(memory_gb=float("nan")), dict(memory_gb=float("inf")), dict(weights_gb=-1.0),
+                                   dict(overhead_gb=-1.0), dict(context=0), dict(context=-4)], ids=str)
+def test_sizes_that_cannot_be_are_refused_by_name(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} .* must be a finite number"):
+        capacity("llama-3-8b", **{"memory_gb": 80, **wrong})
+
+
 def test_smollm_in_fp16_has_three_kv_heads():
     assert capacity(ModelConfig.preset("smollm2-135m"), 1, 0.27, 0.1, 1000, "fp16").kv_bytes_per_token == 23_040

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -154,6 +154,23 @@ def test_an_answer_that_ends_early_is_counted_as_short_and_measured():
 # -- what goes wrong ------------------------------------------------------------------------------
 
 
+def keeps_alive(handler: BaseHTTPRequestHandler) -> None:
+    """A comment every now and then, as proxies send them, and never an event."""
+    handler.send_response(200)
+    handler.end_headers()
+    for _ in range(30):
+        time.sleep(0.1)
+        with suppress(OSError):  # the client has gone
+            handler.wfile.write(b": still here\n\n")
+
+
+def claims_gzip(handler: BaseHTTPRequestHandler) -> None:
+    handler.send_response(200)
+    handler.send_header("Content-Encoding", "gzip")
+    handler.end_headers()
+    handler.wfile.write(b"data: plain text")
+
+
 @pytest.mark.parametrize(
     ("reply", "kind"),
     [
@@ -166,10 +183,15 @@ def test_an_answer_that_ends_early_is_counted_as_short_and_measured():
         (sends(*ANSWER[:2], '{"id": 3}'), "malformed: no choices"),
         (sends(*ANSWER[:2], '{"choices": [{"delta": "a"}]}'), "malformed: a choice without text"),
         (sends(*ANSWER[:2], '{"choices": [], "usage": {"completion_tokens": "4"}}'), "malformed: no count of tokens"),
+        (sends(*ANSWER[:2], usage(10**15)), "malformed: no count of tokens"),  # a list of so many would end the client
+        (sends(*ANSWER[:2], "[" * 100_000), "malformed: not JSON"),
+        (sends(*ANSWER[:2], '{"choices": ' + "9" * 5_000), "malformed: not JSON"),
         (sends(END), "malformed: an answer without a token"),
         (sends(*ANSWER[:2], done=False), "cut off"),
         (sends(*ANSWER), "cut off"),  # it says that it is done, but not why
         (sends(*ANSWER[:2], hold=3.0), "stalled"),
+        (lambda handler, body: keeps_alive(handler), "stalled"),
+        (lambda handler, body: claims_gzip(handler), "malformed: not what its encoding says"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -184,6 +206,18 @@ def test_a_fault_is_counted_by_kind_and_averaged_nowhere(reply, kind):
     assert found["faults"] == {kind: 1} and found["failed"] == 1
     assert found["requests"]["finished"] == found["ttft_s"]["n"] == 3
     assert found["output_tokens"] == 12, "tokens of a request that failed were counted as output"
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://127.0.0.1/v1", "http://", "", "http://a:99999"])
+def test_what_is_no_url_is_refused_before_anything_is_sent(url):
+    with pytest.raises(ValueError, match="URL"):
+        Server(url, "any")
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_no_patience_is_refused(seconds):
+    with pytest.raises(ValueError, match="patience_s"):
+        Server("http://127.0.0.1:9/v1", "any", seconds)
 
 
 def test_nobody_listens():

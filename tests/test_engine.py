@@ -470,6 +470,11 @@ def test_stop_strings_need_a_tokenizer():
         (dict(kv="flat"), "kv='flat': choose 'paged' or 'slots'"),
         (dict(records="none"), "records='none': choose 'all' or 'summary'"),
         (dict(kv_memory=100), "kv_memory of 100 bytes holds no block"),
+        (dict(block_size=0), "block_size 0 must be a finite number from 1 up"),
+        (dict(max_batch=0), "max_batch 0"),  # not "the default": a step without rows would never end
+        (dict(max_batch=-1), "max_batch -1"),
+        (dict(max_step_tokens=-1), "max_step_tokens -1"),
+        (dict(max_context=0), "max_context 0"),
     ],
 )
 def test_a_wrong_setting_is_named_with_the_right_ones(settings, message):
@@ -480,7 +485,9 @@ def test_a_wrong_setting_is_named_with_the_right_ones(settings, message):
 @pytest.mark.parametrize(
     "wrong",
     [dict(max_tokens=-1), dict(temperature=-0.1), dict(temperature=float("nan")), dict(temperature=float("inf")),
-     dict(top_k=0), dict(top_p=0.0), dict(top_p=1.1), dict(stop_after=0), dict(stop=["a", ""])],
+     dict(top_k=0), dict(top_p=0.0), dict(top_p=1.1), dict(stop_after=0), dict(stop=["a", ""]), dict(stop=[7]),
+     dict(max_tokens=2.5), dict(max_tokens=None), dict(top_k=1.5), dict(top_p=float("nan")), dict(seed="7"),
+     dict(stop_after=2.5)],
     ids=str,
 )
 def test_params_that_cannot_be_meant_are_refused_by_name(wrong):

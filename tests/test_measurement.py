@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from minillm.measure import measurement
+from minillm.measure.claims import find_all
 from minillm.measure.measurement import Measurement, MeasurementError, Provenance, Spread, provenance, time_seconds
 
 HERE = Provenance(
@@ -64,6 +65,21 @@ def test_a_file_that_is_no_measurement_says_so(tmp_path):
     path.write_text(json.dumps(stored))
     with pytest.raises(MeasurementError, match="not a measurement: .*seed"):
         Measurement.load(HERE.device, "decode", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda text: "", lambda text: text[: len(text) // 2], lambda text: "[1, 2]", lambda text: "\x89PNG",
+     lambda text: text.replace('"rows": []', '"rows": [3]'), lambda text: text.replace('"rows": []', '"rows": 3')],
+    ids=["empty", "cut off", "a list", "a picture", "a row that is none", "rows that are none"],
+)
+def test_a_damaged_file_is_refused_by_its_name_and_costs_one_claim_its_verdict(damage, tmp_path):
+    path = Measurement("decode_step", HERE).save(tmp_path)
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(MeasurementError, match="some-gpu-80gb/decode_step: not a measurement"):
+        Measurement.load(HERE.device, "decode_step", tmp_path)
+    (finding,) = [finding for finding in find_all(tmp_path) if finding.device == "some-gpu-80gb"]
+    assert finding.claim.id == "A1" and finding.measured.startswith("refused: some-gpu-80gb/decode_step")
 
 
 def test_provenance_of_this_machine_is_complete(monkeypatch):

@@ -13,7 +13,7 @@ from serving import make_engine, run_to_end
 from tiny import tiny_model
 
 from minillm.ladder import sampling
-from minillm.ladder.request import GREEDY_BELOW, SamplingParams
+from minillm.ladder.request import GREEDY_BELOW, HOTTEST, RequestError, SamplingParams
 from minillm.ladder.sampling import (
     ACCEPT,
     DRAFT,
@@ -62,6 +62,13 @@ def test_a_row_has_the_same_probabilities_alone_and_beside_others():
 def test_no_logit_is_too_large_for_a_low_temperature():
     logits = torch.tensor([[3e38, 1e38, -3e38, BANNED]])
     assert probabilities(logits, [sampled(temperature=1e-5)]).tolist() == [[1, 0, 0, 0]]
+
+
+def test_the_highest_temperature_makes_all_alike_but_what_is_banned():
+    p = probabilities(torch.tensor([[30.0, -30.0, 0.0, BANNED]]), [sampled(temperature=HOTTEST)])
+    torch.testing.assert_close(p, torch.tensor([[1 / 3, 1 / 3, 1 / 3, 0.0]]))
+    with pytest.raises(RequestError, match="temperature 1e\\+31"):  # -inf over infinity would be NaN
+        sampled(temperature=1e31)
 
 
 @pytest.mark.parametrize(("temperature", "is_greedy"), [(0, True), (GREEDY_BELOW / 2, True), (GREEDY_BELOW, False)])
@@ -138,7 +145,10 @@ def test_top_k_then_top_p_as_in_the_reference(order, gap, temperature, top_k, to
     assert (p > 0).tolist() == [value > 0 for value in expected]
 
 
-@pytest.mark.parametrize("params", [dict(top_k=1), dict(top_p=1e-6), dict(top_k=1, top_p=0.5)], ids=str)
+NARROW = (dict(top_k=1), dict(top_p=1e-6), dict(top_p=1e-60), dict(top_k=1, top_p=0.5))  # in fp32 1e-60 is 0
+
+
+@pytest.mark.parametrize("params", NARROW, ids=str)
 def test_the_narrowest_choice_is_the_likeliest_token(params):
     logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(1))
     p = probabilities(logits, [sampled(**params)])

@@ -57,6 +57,14 @@ def test_what_cannot_be_simulated_is_refused():
         simulate("chat", Service(replicas=2), clients=4, **FEW)
     with pytest.raises(ValueError, match="at least 1"):
         simulate("chat", Service(replicas=0), **FEW)
+    with pytest.raises(ValueError, match="max_batch 0"):
+        simulate("chat", Service(max_batch=0), **FEW)
+    with pytest.raises(ValueError, match="acceptance 1.5 must be a share"):
+        simulate("chat", Service(acceptance=1.5), **FEW)
+    with pytest.raises(ValueError, match="price_per_hour nan"):
+        simulate("chat", Service(price_per_hour=float("nan")), **FEW)
+    with pytest.raises(ValueError, match="clients 0"):
+        worked_example_rows(clients=0)
 
 
 def test_the_articles_stand_beside_ours_with_ratios():

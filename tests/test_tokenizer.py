@@ -231,6 +231,12 @@ def test_raw_text_gets_one_bos_or_none():
     assert plain.encode("hello", add_bos=True) == [BOS, HELLO]
 
 
+@pytest.mark.parametrize("text", ["\ud800", "smile \udc80"])
+def test_half_a_surrogate_pair_is_no_text(text):
+    with pytest.raises(ValueError, match="no text that can be written in UTF-8"):
+        byte_level().encode(text)
+
+
 def test_asking_for_a_bos_that_does_not_exist():
     with pytest.raises(ValueError, match="toy has no BOS"):
         Tokenizer(byte_level_tokenizer(), {}, "toy").encode("hello", add_bos=True)

@@ -8,15 +8,16 @@ from tiny import random_tensors, tiny_config, tiny_model
 
 from minillm import Engine, SamplingParams, quantize_weights
 from minillm.ladder.decode import NoCache
+from minillm.model.codes import even_group
 from minillm.model.linear import (
     WEIGHT_FORMATS,
+    WEIGHT_GROUP,
     Int4Linear,
     Int8Linear,
     has_kernels,
     int4_dense,
     int4_weight,
     int8_weight,
-    weight_group,
 )
 from minillm.model.llama import Llama
 
@@ -32,7 +33,7 @@ def dense(linear_kind, weight: torch.Tensor) -> torch.Tensor:
     if linear_kind is Int8Linear:
         codes, scales = int8_weight(weight)
         return codes.float() * scales.float()[:, None]
-    return int4_dense(*int4_weight(weight, weight_group(weight.shape[1])))
+    return int4_dense(*int4_weight(weight, even_group("columns", weight.shape[1], WEIGHT_GROUP)))
 
 
 @pytest.mark.parametrize("shape", [(48, 64), (96, 576), (5, 12), (97, 72)])
@@ -45,7 +46,7 @@ def test_a_weight_is_off_by_at_most_half_a_step(kind, shape):
         largest = weight.abs().amax(1, keepdim=True)
         assert (error <= largest / 254 + largest * BF16).all()
     else:
-        groups = weight.unflatten(1, (-1, weight_group(shape[1])))
+        groups = weight.unflatten(1, (-1, even_group("columns", shape[1], WEIGHT_GROUP)))
         low, high = groups.aminmax(dim=-1, keepdim=True)
         most = ((high - low) * (1 / 30 + BF16) + (low + high).abs() * BF16).expand_as(groups).flatten(1)
         assert (error <= most).all()
@@ -132,5 +133,5 @@ def test_what_cannot_be_quantised_is_refused_in_words():
         quantize_weights(model, "int3")
     with pytest.raises(ValueError, match="int8 already: load the model again"):
         quantize_weights(quantize_weights(model, "int8"), "int4")
-    with pytest.raises(ValueError, match="a row has 7: take int8"):
+    with pytest.raises(ValueError, match="a row of 7 is odd: take int8"):
         Int4Linear(random(4, 7))

@@ -408,6 +408,28 @@ def test_auto_dtype_on_cuda_follows_the_capability(capability, expected, monkeyp
     assert weights._choose_dtype("auto", torch.device("cuda")) == expected
 
 
+@pytest.mark.parametrize("device", ["gpu", "cuda:77", "meta-physical"])
+def test_a_device_that_is_not_here_is_refused_by_name(device):
+    with pytest.raises(ValueError, match=f"device {device!r} cannot be used here"):
+        load_model("random:smollm2-135m", device=device)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model.safetensors", b"", "model.safetensors is damaged"),
+        ("model.safetensors", b"\x08" + b"\0" * 7 + b"{half an", "model.safetensors is damaged"),
+        ("config.json", b'{"model_type": "llama"', "config.json is damaged"),
+        ("config.json", b'{"model_type": "llama", "vocab_size": 97}', "the config lacks hidden_size, inter"),
+    ],
+)
+def test_a_damaged_model_is_refused_with_the_file_or_what_it_lacks(file, content, message, tmp_path):
+    write_directory(tmp_path, hf_config(tiny_config()), random_tensors(tiny_config()))
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path, device="cpu")
+
+
 def test_dtypes_by_name():
     assert weights._choose_dtype("auto", torch.device("cpu")) == torch.float32
     assert weights._choose_dtype("bf16", torch.device("cpu")) == torch.bfloat16

@@ -4,6 +4,7 @@ import hashlib
 
 import numpy as np
 import pytest
+from fakes import fake_engine
 from tiny import tiny_config
 
 from minillm.ladder.engine import Engine
@@ -110,6 +111,40 @@ def test_an_unknown_setting_is_refused_with_those_there_are():
         make_workload("peers", rate=3.0)
     with pytest.raises(ValueError, match="workload .trace. needs path"):
         make_workload("trace")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [dict(requests=0), dict(requests=-1), dict(rate=0.0), dict(rate=-1.0), dict(rate=float("nan")), dict(scale=0.0),
+     dict(scale=float("inf"))],
+    ids=str,
+)
+def test_settings_that_make_no_workload_are_refused_by_name(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} .* must be a finite number"):
+        make_workload("chat", **wrong)
+
+
+@pytest.mark.parametrize("clients", [0, -1])
+def test_a_closed_loop_needs_a_client(clients):
+    with pytest.raises(ValueError, match=f"clients {clients}"):
+        play(fake_engine(), make_workload("peers", requests=1), clients)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no request"),
+        ("a,b,c\n", "holds no request"),
+        ("a,b,c\n0.5,3,4\n0.7,3\n", "line 3"),
+        ("a,b,c\n0.5,3,4\nsoon,3,4\n", "line 3: .*soon"),
+        ("a,b,c\n0.5,many,4\n", "line 2: .*many"),
+    ],
+    ids=["empty", "a header alone", "a short line", "no date", "no number"],
+)
+def test_a_damaged_trace_is_refused_with_its_line(text, message, tmp_path):
+    (file := tmp_path / "trace.csv").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        make_workload("trace", path=file)
 
 
 def test_trace_reads_dates_and_seconds(tmp_path):

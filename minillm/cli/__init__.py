@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from minillm.cli.grading import add_grade
@@ -17,15 +18,23 @@ COMMANDS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit status. Errors a user can mend are one line on stderr, status 2."""
+    """Run one command; returns the exit status. Errors a user can mend are one line on stderr, status 2.
+
+    A reader that has seen enough, such as `head`, ends it without a word, with a shell's 128 + SIGPIPE.
+    """
     parser = argparse.ArgumentParser(prog="minillm", description="LLM inference, built a rung at a time.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in COMMANDS:
         add(commands)
     arguments = parser.parse_args(argv)
     try:
-        return arguments.run(arguments)
-    except (ValueError, FileNotFoundError) as error:
+        status = arguments.run(arguments)
+        sys.stdout.flush()  # here, where a closed pipe can still be caught
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return 141
+    except (ValueError, OSError) as error:  # a file that is missing, damaged, or not ours to write
         print(f"minillm {arguments.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

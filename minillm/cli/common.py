@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 from pathlib import Path
 
 from tqdm import tqdm
@@ -18,7 +20,38 @@ def add_model(parser) -> None:
 def add_outputs(parser) -> None:
     """The options that say where a measurement goes."""
     parser.add_argument("--save", action="store_true", help="keep the measurement under notebooks/measurements")
-    parser.add_argument("--json", metavar="FILE", help="write the result there too; - prints it as the last line")
+    add_json(parser)
+
+
+def add_json(parser) -> None:
+    """The option that writes the result as JSON."""
+    parser.add_argument("--json", metavar="FILE", type=writable,
+                        help="write the result there too; - prints it as the last line")
+
+
+def writable(where: str) -> str:
+    """The place itself. Refused before anything runs, and not after, is one that cannot be written."""
+    path = Path(where)
+    if where != "-" and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise argparse.ArgumentTypeError(f"{where} cannot be written: give a file in a folder that is there, or -")
+    return where
+
+
+def add_workload(parser) -> None:
+    """The options that change a workload."""
+    parser.add_argument("--requests", type=int, help="how many (default: the workload's own number)")
+    parser.add_argument("--rate", type=float, help="requests a second, of an open loop (default: the workload's own)")
+    parser.add_argument("--clients", type=int, help="a closed loop of so many, in place of arrivals")
+    parser.add_argument("--scale", type=float, default=1.0, help="shrink all lengths by this factor")
+    parser.add_argument("--trace", metavar="FILE", help="with the workload `trace`: a CSV of arrival and lengths")
+
+
+def workload_settings(arguments) -> dict:
+    """What these options ask of the workload's own function; ValueError for both kinds of loop at once."""
+    if arguments.clients is not None and arguments.rate is not None:
+        raise ValueError("--clients asks again once answered, and has no --rate: leave one of them")
+    asked = {"requests": arguments.requests, "rate": arguments.rate, "path": arguments.trace}
+    return {name: value for name, value in asked.items() if value is not None} | {"scale": arguments.scale}
 
 
 def write(arguments, measurement, result: dict) -> None:
@@ -51,6 +84,8 @@ def print_summary(found: dict) -> None:
              "latency_s": "latency"}
     rows = [{"seconds": title, **(found[name] or {})} for name, title in names.items()]
     print(text_table(rows, {name: name for name in ("seconds", "n", "p50", "p90", "p99", "max")}))
+    if few := next((row["warning"] for row in rows if row.get("warning")), None):
+        print(few)
     print(f"{cell(found['output_tokens_per_s'])} output tokens/s over {cell(found['span_s'])} s; "
           f"{counts['finished']:,} requests finished, {counts['aborted']:,} aborted")
     print(f"batch: {cell(batch['mean_rows'])} rows on average, at most {cell(batch['peak_rows'])}; queue at most "

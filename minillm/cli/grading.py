@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from minillm.cli.common import bar, write_json
+from minillm.cli.common import add_json, bar, write_json
 
 
 def add_grade(commands) -> None:
@@ -15,7 +15,7 @@ def add_grade(commands) -> None:
     parser.add_argument("--class", dest="classroom", type=Path, metavar="DIR", help="a folder with one per learner")
     parser.add_argument("--report", type=Path, metavar="OUT", help="folder for the class's CSV, JSON and HTML")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="notebooks at a time (default: one a core)")
-    parser.add_argument("--json", metavar="FILE", help="write the marks there too; - prints them as the last line")
+    add_json(parser)
     parser.set_defaults(run=_grade)
 
 

@@ -6,7 +6,17 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from minillm.cli.common import add_model, add_outputs, bar, print_summary, write, write_json
+from minillm.cli.common import (
+    add_json,
+    add_model,
+    add_outputs,
+    add_workload,
+    bar,
+    print_summary,
+    workload_settings,
+    write,
+    write_json,
+)
 from minillm.model.source import DEFAULT
 
 OVERHEAD_COLUMNS = {
@@ -54,6 +64,7 @@ def _measure(arguments) -> int:
         raise ValueError("--save is for full sizes, in their own place: leave out --quick and --out")
     names = list(EXPERIMENTS) if arguments.all or not arguments.names else [find(n).name for n in arguments.names]
     root = MEASUREMENTS if arguments.save else Path(arguments.out or "measurements")
+    root.mkdir(parents=True, exist_ok=True)  # where that is refused, now rather than after the first experiment
     found, failed = _run_all(arguments, names, root)
     if arguments.json:
         done = [dataclasses.asdict(measurement) for measurement in found]
@@ -110,7 +121,7 @@ def add_claims(commands) -> None:
     parser.add_argument("ids", nargs="*", metavar="ID", help="claims, such as A1; all of them if none is named")
     parser.add_argument("--root", metavar="DIR", help="a folder of measurements (default: those of this checkout)")
     parser.add_argument("--markdown", action="store_true", help="as the README's table")
-    parser.add_argument("--json", metavar="FILE", help="write the result there too; - prints it as the last line")
+    add_json(parser)
     parser.set_defaults(run=_claims)
 
 
@@ -123,6 +134,8 @@ def _claims(arguments) -> int:
     for name in arguments.ids:
         if name not in known:
             raise ValueError(f"unknown claim {name!r}; known: {', '.join(known)}")
+    if arguments.root and not Path(arguments.root).is_dir():
+        raise ValueError(f"--root {arguments.root} is no folder")
     findings = find_all(arguments.root or MEASUREMENTS, tuple(known[name] for name in arguments.ids or known))
     if arguments.markdown:
         print(as_markdown(findings))
@@ -148,17 +161,13 @@ def add_bench(commands) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--against", choices=["transformers"], help="run it too, in turns, in this process")
     where.add_argument("--url", help="run it there instead: an OpenAI-compatible server, up to and with /v1")
-    parser.add_argument("--requests", type=int, help="how many (default: the workload's own number)")
-    parser.add_argument("--scale", type=float, default=1.0, help="shrink all lengths by this factor")
-    parser.add_argument("--trace", metavar="FILE", help="with the workload `trace`: a CSV of arrival and lengths")
+    add_workload(parser)
     parser.add_argument("--repeats", type=int, default=3, help="of each engine; the median is shown (default: 3)")
     parser.add_argument("--batch", default="1,8,32", metavar="N,N,...", help="of decode (default: 1,8,32)")
     parser.add_argument("--context", type=int, default=128, help="tokens before a step of decode (default: 128)")
     parser.add_argument("--steps", type=int, default=16, help="of decode, timed for each batch (default: 16)")
     parser.add_argument("--kv-format", default="auto", help="of decode, as in Engine (default: auto)")
-    server = parser.add_argument_group("with --url")
-    server.add_argument("--rate", type=float, help="requests a second, of an open loop (default: the workload's own)")
-    server.add_argument("--clients", type=int, help="a closed loop of so many, in place of arrivals")
+    server = parser.add_argument_group("with --url, as are --rate and --clients")
     server.add_argument("--text", action="store_true", help=f"send prompts as text, spelled by {DEFAULT}'s tokenizer")
     server.add_argument("--patience-s", type=float, default=60.0, help="silence after which a request has stalled")
     server.add_argument("--label", help="the server's name in what is saved (default: its URL)")
@@ -172,11 +181,10 @@ def _bench(arguments) -> int:
     from minillm.show.live import Gauges, on_terminal
     from minillm.show.tables import text_table
 
-    asked = {"requests": arguments.requests, "rate": arguments.rate, "path": arguments.trace}
-    settings = {name: value for name, value in asked.items() if value is not None} | {"scale": arguments.scale}
+    settings = workload_settings(arguments)
     if arguments.url:
         return _bench_server(arguments, settings)
-    if arguments.rate or arguments.clients:
+    if arguments.rate is not None or arguments.clients is not None:
         raise ValueError("--rate and --clients are for --url: here all requests come at once")
     if arguments.workload == "decode":
         result = decode_bench(

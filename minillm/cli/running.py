@@ -35,9 +35,12 @@ def _generate(arguments) -> int:
 
     model, tokenizer = load_model(arguments.model), load_tokenizer(arguments.model)
     prompt = tokenizer.chat(arguments.message, system=arguments.system)
+    params = SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature, seed=arguments.seed)
     if arguments.rung < 2:
         if arguments.temperature:
             raise ValueError("rungs 0 and 1 are greedy; leave --temperature, or take --rung 2 to 4")
+        if (length := len(prompt) + params.max_tokens) > (most := model.config.max_position_embeddings):
+            raise ValueError(f"prompt and answer of {length:,} tokens > context {most:,}")
         decode = (decode_recomputing, decode_cached)[arguments.rung]
         stream = tokenizer.stream()
         for token in decode(model, prompt, arguments.max_tokens, model.config.eos_token_id):
@@ -46,7 +49,6 @@ def _generate(arguments) -> int:
         return 0
     settings = {2: ("static", "slots"), 3: ("continuous", "slots"), 4: ("continuous", "paged")}[arguments.rung]
     engine = Engine(model, tokenizer, batching=settings[0], kv=settings[1], seed=arguments.seed)
-    params = SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature, seed=arguments.seed)
     for event in engine.stream([prompt], params):
         print(event.text, end="", flush=True)
     print()

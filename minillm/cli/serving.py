@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 
-from minillm.cli.common import print_summary, write_json
+from minillm.cli.common import add_json, add_workload, print_summary, workload_settings, write_json
 
 CAPACITY_COLUMNS = {
     "case": "case", "kv_bytes_per_token": "bytes/token", "request_gb": "GB/request", "max_concurrent": "fit at once",
@@ -25,7 +26,7 @@ def add_capacity(commands) -> None:
     parser.add_argument("--context", type=int, default=4096, help="tokens of one request (default: 4096)")
     parser.add_argument("--kv-format", default="bf16", help="how keys and values are stored (default: bf16)")
     parser.add_argument("--presets", action="store_true", help="list what a token takes in every preset, and stop")
-    parser.add_argument("--json", metavar="FILE", help="write the result there too; - prints it as the last line")
+    add_json(parser)
     parser.set_defaults(run=_capacity)
 
 
@@ -68,27 +69,34 @@ def add_simulate(commands) -> None:
     """The parser of `minillm simulate`."""
     parser = commands.add_parser("simulate", help="serve a workload in virtual time, on a device that need not be here")
     parser.add_argument("workload", help="worked-example, beside the articles' figures; chat, code, yardstick, ...")
-    parser.add_argument("--trace", metavar="FILE", help="with the workload `trace`: a CSV of arrival and lengths")
+    add_workload(parser)
     parser.add_argument("--device", default="a100-80gb", help="one with a data sheet (default: a100-80gb)")
     parser.add_argument("--model", default="llama-3-8b", help="a preset (default: llama-3-8b)")
-    parser.add_argument("--requests", type=int, help="how many (default: the workload's own number)")
-    parser.add_argument("--rate", type=float, help="requests a second, of an open loop (default: the workload's own)")
-    parser.add_argument("--clients", type=int, help="a closed loop of so many, in place of arrivals")
     parser.add_argument("--replicas", type=int, default=1, help="devices behind a router (default: 1)")
     parser.add_argument("--prefill-replicas", type=int, default=0, help="so many more, for prompts alone (default: 0)")
     parser.add_argument("--kv-format", default="bf16", help="how keys and values are stored (default: bf16)")
     parser.add_argument("--speculation", type=float, metavar="SHARE", help="4 drafts a row, of which SHARE are right")
     parser.add_argument("--max-batch", type=int, default=256, help="rows a step (default: 256)")
-    parser.add_argument("--scale", type=float, default=1.0, help="shrink all lengths by this factor")
     parser.add_argument("--price", type=float, default=2.9, help="of a device, an hour (default: 2.9)")
     parser.add_argument("--compute-prompts", action="store_true", help="worked-example: histories are not in the cache")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE", help="write the result there too; - prints it as the last line")
-    parser.set_defaults(run=_simulate)
+    add_json(parser)
+    parser.set_defaults(run=partial(_simulate, parser))
 
 
-def _simulate(arguments) -> int:
-    return _worked_example(arguments) if arguments.workload == "worked-example" else _workload(arguments)
+# Options that only one of the two understands: the other must not seem to obey them.
+OF_WORKLOADS = ("rate", "trace", "replicas", "prefill_replicas", "kv_format", "speculation", "max_batch", "seed")
+OF_THE_WORKED_EXAMPLE = ("compute_prompts",)
+
+
+def _simulate(parser, arguments) -> int:
+    run, others = _workload, OF_THE_WORKED_EXAMPLE
+    if arguments.workload == "worked-example":
+        run, others = _worked_example, OF_WORKLOADS
+    for name in others:
+        if getattr(arguments, name) != parser.get_default(name):
+            raise ValueError(f"{arguments.workload} has no --{name.replace('_', '-')}: leave it out")
+    return run(arguments)
 
 
 def _worked_example(arguments) -> int:
@@ -119,10 +127,8 @@ def _workload(arguments) -> int:
         arguments.device, arguments.model, arguments.kv_format, arguments.replicas, arguments.prefill_replicas,
         acceptance=arguments.speculation, max_batch=arguments.max_batch, price_per_hour=arguments.price,
     )
-    asked = {"requests": arguments.requests, "rate": arguments.rate, "path": arguments.trace}
-    settings = {name: value for name, value in asked.items() if value is not None}
-    settings |= {"scale": arguments.scale, "seed": arguments.seed}
-    found = simulate(arguments.workload, service, arguments.clients, **settings)
+    settings = workload_settings(arguments)
+    found = simulate(arguments.workload, service, arguments.clients, seed=arguments.seed, **settings)
     print(f"{arguments.workload} on {found['devices']} x {arguments.device}, {arguments.model}, in virtual time")
     print_summary(found)
     if arguments.json:

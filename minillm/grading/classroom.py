@@ -19,6 +19,7 @@ from minillm.grading.checks import Exercise
 from minillm.grading.exercises import load_all
 from minillm.grading.notebook import NotANotebook, read
 from minillm.grading.runner import DEFAULT_LIMITS, Limits, Marks, grade_notebook, nothing
+from minillm.model.config import check_at_least
 
 
 @dataclass
@@ -98,6 +99,7 @@ def grade_class(
     bar: (label, total) -> a progress bar. kept: a folder; what it holds from an earlier run is used again, and what
     a learner did not hand in counts as nothing. Without it, only what is there is graded.
     """
+    check_at_least(1, jobs=jobs)
     work = [(learner, exercise) for learner in learners for exercise in load_all()
             if kept is not None or exercise.name in learner.notebooks]
     with ThreadPoolExecutor(jobs) as threads, bar("grading", len(work)) as progress:
@@ -120,11 +122,20 @@ def grade_one(learner: Learner, exercise: Exercise, kept: Path | None, limits: L
         return grade_notebook(path, limits)
     key = f"{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}-{checks_version()}"
     file = kept / learner.name / f"{exercise.name}.json"
-    if file.is_file() and (content := json.loads(file.read_text(encoding="utf-8"))).get("key") == key:
-        return Marks.from_json(content)
+    if earlier := kept_marks(file, key):
+        return earlier
     marks = grade_notebook(path, limits)
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".partial")  # written beside it and renamed: an interrupted run leaves no half file
     partial.write_text(json.dumps({"key": key, **marks.to_json()}, indent=1), encoding="utf-8")
     partial.replace(file)
     return marks
+
+
+def kept_marks(file: Path, key: str) -> Marks | None:
+    """The marks of an earlier run under this key; None if there are none, or the file is damaged."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return Marks.from_json(content) if content["key"] == key else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

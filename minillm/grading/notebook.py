@@ -74,7 +74,7 @@ def read(path: Path) -> Submission:
         raise NotANotebook(f"it has {path.stat().st_size / 1e6:.0f} MB; clear its outputs and hand it in again")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # no JSON, or no text at all
+    except (ValueError, RecursionError):  # no JSON, or no text at all, or brackets in too many brackets
         raise NotANotebook("it is no notebook: its content is not JSON") from None
     if not isinstance(content, dict) or not isinstance(content.get("cells"), list):
         raise NotANotebook("it is no notebook of format 4: open it in JupyterLab and save it again")
@@ -83,19 +83,26 @@ def read(path: Path) -> Submission:
 
 
 def read_cell(cell: dict) -> Cell:
-    source, metadata = cell.get("source", ""), cell.get("metadata")
-    metadata = metadata if isinstance(metadata, dict) else {}
+    """One cell as JSON has it; whatever is not of the shape it should have counts as missing."""
+    source, metadata = cell.get("source", ""), as_dict(cell.get("metadata"))
     lines = source if isinstance(source, list) else [source]
-    grading, ours = metadata.get("nbgrader") or {}, metadata.get("minillm") or {}
+    grade_id, stub = as_dict(metadata.get("nbgrader")).get("grade_id"), as_dict(metadata.get("minillm")).get("stub")
+    tags = metadata.get("tags")
     return Cell(
-        str(cell.get("cell_type")), "".join(map(str, lines)), grading.get("grade_id"), ours.get("stub"),
-        tuple(metadata.get("tags") or ()),
+        str(cell.get("cell_type")), "".join(map(str, lines)),
+        grade_id if isinstance(grade_id, str) else None, stub if isinstance(stub, str) else None,
+        tuple(tags) if isinstance(tags, list) else (),
     )
+
+
+def as_dict(value: Any) -> dict:
+    """The value, if it is a dict; else an empty one."""
+    return value if isinstance(value, dict) else {}
 
 
 def which_exercise(path: Path, content: dict, cells: list[Cell]) -> Exercise:
     """By the notebook's metadata, else by its grade ids, else by its name's number."""
-    said = ((content.get("metadata") or {}).get("minillm") or {}).get("exercise")
+    said = as_dict(as_dict(content.get("metadata")).get("minillm")).get("exercise")
     ids = {cell.grade_id for cell in cells} - {None}
     number = re.match(r"(\d\d?)\D", path.name)
     tests = (

@@ -36,7 +36,7 @@ from minillm.ladder.request import Completion, Request, RequestError, RequestId,
 from minillm.ladder.sampling import hash_numbers, sample
 from minillm.ladder.speculative import Proposer, Speculator, check_vocabularies, verify
 from minillm.ladder.static import StaticBatching
-from minillm.model.config import ModelConfig
+from minillm.model.config import ModelConfig, check_at_least
 
 
 class Clock(Protocol):
@@ -181,6 +181,9 @@ class Engine:
         records: Literal["all", "summary"] = "all",
         seed: int = 0,
     ) -> None:
+        check_at_least(
+            1, block_size=block_size, max_batch=max_batch, max_context=max_context, max_step_tokens=max_step_tokens
+        )
         config: ModelConfig = (model or executor).config
         gpu = model is not None and model.device.type == "cuda"
         if kv_format == "auto":

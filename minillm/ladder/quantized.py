@@ -28,7 +28,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from minillm.model.codes import fp8_decode, fp8_encode, int4_decode, int4_encode, int8_decode, int8_encode
+from minillm.model.codes import even_group, fp8_decode, fp8_encode, int4_decode, int4_encode, int8_decode, int8_encode
 from minillm.model.config import ModelConfig
 
 NATIVE_FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -138,7 +138,7 @@ class Int4Store:
     """Two numbers to a byte; a scale and a minimum in fp16 per token, head and group of numbers."""
 
     def __init__(self, shape: tuple[int, int, int], head_dim: int, kv_format: str, device) -> None:
-        self.group = int4_group(head_dim)
+        self.group = even_group("head_dim", head_dim, INT4_GROUP)
         groups = head_dim // self.group
         self.codes = torch.empty((*shape, head_dim // 2), dtype=torch.uint8, device=device)
         self.scales = torch.empty((*shape, groups), dtype=torch.float16, device=device)
@@ -147,7 +147,7 @@ class Int4Store:
 
     @staticmethod
     def bytes_per_head(head_dim: int, kv_format: str) -> int:
-        return head_dim // 2 + 4 * (head_dim // int4_group(head_dim))
+        return head_dim // 2 + 4 * (head_dim // even_group("head_dim", head_dim, INT4_GROUP))
 
     def write(self, layer: int, slots: Tensor, x: Tensor) -> None:
         """x [N, Hkv, D]."""
@@ -158,14 +158,6 @@ class Int4Store:
     def read(self, layer: int, slots: Tensor) -> Tensor:
         """[M, Hkv, D], fp32."""
         return int4_decode(*(store[layer].index_select(0, slots) for store in (self.codes, self.scales, self.minima)))
-
-
-def int4_group(head_dim: int) -> int:
-    """Numbers that share a scale: the largest even divisor of head_dim up to 32; ValueError if there is none."""
-    sizes = [size for size in range(2, INT4_GROUP + 1, 2) if head_dim % size == 0]
-    if not sizes:
-        raise ValueError(f"int4 packs two numbers to a byte, and head_dim {head_dim} is odd: take int8 or fp8")
-    return sizes[-1]
 
 
 STORES: dict[str, type] = {

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them overflows
+HOTTEST = 1e30  # far beyond "all tokens alike", and still a number in fp32
 
 RequestId = str | int
 
@@ -39,11 +40,17 @@ class SamplingParams:
     stop_after: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        for name in ("max_tokens", "top_k", "seed", "stop_after"):
+            value = getattr(self, name)
+            if not (hasattr(value, "__index__") or (value is None and name != "max_tokens")):
+                raise RequestError(f"{name} {value!r} is no whole number")
+        if not all(isinstance(stop, str) for stop in self.stop):
+            raise RequestError(f"stop strings are texts, not {self.stop!r}; token ids belong to stop_ids")
         if self.max_tokens < 0:
             raise RequestError(f"max_tokens {self.max_tokens} is negative; 0 gives an empty answer")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise RequestError(f"temperature {self.temperature} must be a finite number from 0 up; 0 is greedy")
+        if not 0 <= self.temperature <= HOTTEST:
+            raise RequestError(f"temperature {self.temperature} must be from 0, which is greedy, to {HOTTEST:g}")
         if self.top_k is not None and self.top_k < 1:
             raise RequestError(f"top_k {self.top_k} would leave no token; use None to keep all")
         if self.top_p is not None and not 0 < self.top_p <= 1:

@@ -103,7 +103,7 @@ def keep_nucleus(scores: Tensor, top_p: Sequence[float]) -> Tensor:
     """scores [R, V] with all but the fewest likeliest tokens that reach top_p masked (Holtzman et al., 2020)."""
     ordered, ids = scores.sort(descending=True, stable=True)
     p = ordered.softmax(-1)
-    most = torch.tensor(top_p, dtype=p.dtype, device=p.device)[:, None]
+    most = torch.tensor(top_p, dtype=p.dtype, device=p.device)[:, None].clamp_min(torch.finfo(p.dtype).tiny)  # not 0
     outside = p.cumsum(-1) - p >= most  # those before it suffice; never true of the first
     return scores.scatter(1, ids, ordered.masked_fill(outside, -torch.inf))
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 from minillm.ladder.quantized import NATIVE_FORMATS, kv_bytes_per_token
 from minillm.measure.roofline import weight_numbers
-from minillm.model.config import PRESETS, ModelConfig
+from minillm.model.config import PRESETS, ModelConfig, check_at_least
 
 GB = 10**9
 WEIGHT_BYTES = 2  # per weight, at 16 bits
@@ -50,6 +50,8 @@ def capacity(
     weights_gb: 16 bits a weight if None. overhead_gb: activations, workspaces, and the
     runtime itself. Raises ValueError if the weights and the overhead leave nothing.
     """
+    check_at_least(0, memory_gb=memory_gb, weights_gb=weights_gb, overhead_gb=overhead_gb)
+    check_at_least(1, context=context)
     config = ModelConfig.preset(model) if isinstance(model, str) else model
     weights_gb = weight_numbers(config) * WEIGHT_BYTES / GB if weights_gb is None else weights_gb
     cache_bytes = round((memory_gb - weights_gb - overhead_gb) * GB)

@@ -6,7 +6,7 @@ wrong, and is in no average and in no sum of tokens.
 
     refused      nobody accepted the connection
     server error the server answered with an error, at once or inside the stream; its code is named
-    stalled      nothing came for `patience_s`
+    stalled      no event came for `patience_s`, whatever else did
     malformed    an event that is no JSON, or not of the shape of a completion
     cut off      the stream ended before the answer did
 
@@ -32,6 +32,7 @@ from minillm.ladder.records import Records, RequestRecord
 from minillm.measure import metrics
 from minillm.measure.measurement import MEASUREMENTS, Measurement, device_name, measurement_path, provenance
 from minillm.measure.workload import WorkItem
+from minillm.model.config import check_at_least, check_positive
 
 OnChange = Callable[[dict], None]
 
@@ -51,6 +52,16 @@ class Server:
     model: str
     patience_s: float = 60.0
     text_of: Callable[[Sequence[int]], str] | None = None
+
+    def __post_init__(self) -> None:
+        """ValueError for a URL that no client could ask, and for no patience."""
+        check_positive(patience_s=self.patience_s)
+        try:
+            url = httpx.URL(self.url)
+        except httpx.InvalidURL as error:
+            raise ValueError(f"{self.url!r} is no URL: {error}") from None
+        if url.scheme not in ("http", "https") or not url.host or (url.port or 0) > 65_535:
+            raise ValueError(f"{self.url!r} is no server's URL: give one such as http://127.0.0.1:8000/v1")
 
     def body(self, item: WorkItem) -> dict:
         """The request: greedy, and as many tokens as the workload says, whatever the model would say to that."""
@@ -108,6 +119,7 @@ async def play(
     server: Server, items: Sequence[WorkItem], clients: int | None = None, on_change: OnChange | None = None
 ) -> Run:
     """Send the workload; every request ends in `lives` or in `faults`."""
+    check_at_least(1, clients=clients)
     run, state = Run(), Counter()
     order = sorted(range(len(items)), key=lambda i: items[i].arrival)
 
@@ -136,8 +148,7 @@ async def play(
             await ask(http, index, time.perf_counter())
 
     limits = httpx.Limits(max_connections=None)
-    patience = httpx.Timeout(server.patience_s)
-    async with httpx.AsyncClient(timeout=patience, limits=limits, trust_env=False) as http:
+    async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as http:  # `answer` has the patience
         coming, run.began = iter(order), time.perf_counter()
         works = [arrive(http, i) for i in order] if clients is None else [client(http, coming) for _ in range(clients)]
         await asyncio.gather(*works)
@@ -149,19 +160,25 @@ async def answer(
     http: httpx.AsyncClient, server: Server, item: WorkItem, index: int, due: float, gave: Callable[[int], None]
 ) -> RequestRecord:
     """One request's life; Fault if it fails. gave: called with each number of new tokens."""
-    life = RequestRecord(index, due, len(item.prompt_ids))
+    life, now = RequestRecord(index, due, len(item.prompt_ids)), asyncio.get_running_loop().time
     try:
-        async with http.stream("POST", f"{server.url}/completions", json=server.body(item)) as response:
+        async with (
+            asyncio.timeout(server.patience_s) as patience,
+            http.stream("POST", f"{server.url}/completions", json=server.body(item)) as response,
+        ):
             if response.status_code != 200:
                 raise Fault(f"server error {response.status_code}")
             async for event in events(response):
+                patience.reschedule(now() + server.patience_s)
                 before = life.output_tokens
-                read_event(event, life, time.perf_counter())
+                read_event(event, life, time.perf_counter(), item.output_tokens)
                 gave(life.output_tokens - before)
     except httpx.ConnectError:
         raise Fault("refused") from None
-    except httpx.TimeoutException:
+    except TimeoutError:
         raise Fault("stalled") from None
+    except httpx.DecodingError:
+        raise Fault("malformed: not what its encoding says") from None
     except httpx.TransportError:
         raise Fault("cut off") from None
     if life.finish_reason is None:
@@ -181,15 +198,18 @@ async def events(response: httpx.Response) -> AsyncIterator[dict]:
             return
         try:
             event = json.loads(data)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # a number of too many digits, brackets in too many brackets
             raise Fault("malformed: not JSON") from None
         if not isinstance(event, dict):
             raise Fault("malformed: not an object")
         yield event
 
 
-def read_event(event: dict, life: RequestRecord, now: float) -> None:
-    """Note what an event brings: new tokens, the end, the count so far. Fault for one that is none."""
+def read_event(event: dict, life: RequestRecord, now: float, most: int) -> None:
+    """Note what an event brings: new tokens, the end, the count so far. Fault for one that is none.
+
+    most: how many tokens were asked for; a count beyond that is no count.
+    """
     if "error" in event:
         raise Fault("server error in the stream")
     choices, usage = event.get("choices"), event.get("usage")
@@ -206,7 +226,7 @@ def read_event(event: dict, life: RequestRecord, now: float) -> None:
         life.token_times += [now] * bool(text)
         return
     told = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    if not isinstance(told, int) or told < 0:
+    if not isinstance(told, int) or not 0 <= told <= most:
         raise Fault("malformed: no count of tokens")
     # tokens that only the last count tells of came with the text before it
     late = life.finish_reason and not text and life.token_times

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from minillm.ladder.decode import NoCache
-from minillm.ladder.quantized import Chain, ChannelScaling, KeyTransform, KVStorage, Rotation, int4_group
-from minillm.model.codes import int4_decode, int4_encode
+from minillm.ladder.quantized import INT4_GROUP, Chain, ChannelScaling, KeyTransform, KVStorage, Rotation
+from minillm.model.codes import even_group, int4_decode, int4_encode
 
 TOKEN_BLOCK = 32  # tokens that share a scale where keys are stored per channel
 
@@ -71,7 +71,7 @@ class PerChannelKeys:
 
 def per_token(keys: Tensor) -> Tensor:
     """keys [N, Hkv, D], quantised to int4 as the engine does and back."""
-    return int4_decode(*int4_encode(keys, int4_group(keys.shape[-1])))
+    return int4_decode(*int4_encode(keys, even_group("head_dim", keys.shape[-1], INT4_GROUP)))
 
 
 def per_channel(keys: Tensor) -> Tensor:

@@ -126,13 +126,15 @@ class Measurement:
         if not path.exists():
             known = ", ".join(sorted(f"{file.parent.name}/{file.stem}" for file in root.glob("*/*.json")))
             raise MeasurementError(f"no measurement {path.parent.name}/{path.stem}; known: {known or 'none'}")
-        stored = json.loads(path.read_text())
         absent = {"commit": "", "device": ""}  # what a file leaves out, `check` misses
         try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
             measurement = cls(stored["experiment"], Provenance(**absent | stored["provenance"]), stored["rows"])
-        except (KeyError, TypeError) as error:
+            measurement.check()
+        except MeasurementError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # cut off, or of another shape
             raise MeasurementError(f"{path.parent.name}/{path.stem}: not a measurement: {error}") from error
-        measurement.check()
         return measurement
 
 

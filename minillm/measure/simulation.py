@@ -13,7 +13,7 @@ from minillm.measure import fleet, metrics
 from minillm.measure.capacity import GB, capacity
 from minillm.measure.virtual import DEVICES, CostModel, VirtualProposer, virtual_engine
 from minillm.measure.workload import WorkItem, make_workload, numbered_ids, play, worked_example
-from minillm.model.config import ModelConfig
+from minillm.model.config import ModelConfig, check_at_least, check_positive
 
 BLOCK = 16  # tokens
 
@@ -70,6 +70,7 @@ def simulate(workload: str, service: Service, clients: int | None = None, **sett
     """
     if service.replicas < 1 or service.prefill_replicas < 0:
         raise ValueError(f"{service.replicas} and {service.prefill_replicas} replicas: at least 1 must decode")
+    check_at_least(0, price_per_hour=service.price_per_hour)
     if clients is not None and service.replicas + service.prefill_replicas > 1:
         raise ValueError("a closed loop is played on one replica; leave the number of clients or of replicas")
     data_sheet(service.device)
@@ -155,6 +156,9 @@ def worked_example_rows(
     only answers are computed; else every prompt is computed whole. ValueError for a device
     that has no data sheet.
     """
+    check_at_least(1, clients=clients, requests=requests)
+    check_at_least(0, price_per_hour=price_per_hour)
+    check_positive(scale=scale)
     sheet, config, rows = data_sheet(device), ModelConfig.preset(model), []
     for setup, kv_format, settings in SETUPS:
         fits = capacity(config, sheet.memory_gb, None, overhead_gb, context, kv_format)

@@ -117,6 +117,8 @@ class VirtualProposer:
     """
 
     def __init__(self, acceptance: float, draft: CostModel | None = None) -> None:
+        if not 0 <= acceptance <= 1:
+            raise ValueError(f"acceptance {acceptance} must be a share, from 0 to 1")
         self.acceptance, self.draft = acceptance, draft
         self.bytes_per_token = kv_bytes_per_token(draft.config, draft.kv_format) if draft else 0
         self.next_token = count(2 * GIVEN_TOKENS).__next__

@@ -25,6 +25,7 @@ import numpy as np
 
 from minillm.ladder.engine import Engine
 from minillm.ladder.request import RequestId, SamplingParams
+from minillm.model.config import check_at_least, check_positive
 
 VOCAB = 10_000  # random prompts use ids under this one, which every real model has
 
@@ -49,7 +50,10 @@ class WorkItem:
 
 
 def make_workload(name: str, **settings) -> list[WorkItem]:
-    """A workload by name; ValueError lists the names. The settings are those of its function, which it lists too."""
+    """A workload by name; ValueError lists the names. The settings are those of its function, which it lists too.
+
+    Also refused: fewer requests than 1, and a rate or a scale that is not above 0.
+    """
     if name not in WORKLOADS:
         raise ValueError(f"unknown workload {name!r}; known: {', '.join(WORKLOADS)}")
     known = signature(WORKLOADS[name]).parameters
@@ -57,6 +61,8 @@ def make_workload(name: str, **settings) -> list[WorkItem]:
         raise ValueError(f"workload {name!r} has no {', '.join(unknown)}; it has {', '.join(known)}")
     if missing := [setting for setting, p in known.items() if p.default is p.empty and setting not in settings]:
         raise ValueError(f"workload {name!r} needs {', '.join(missing)}")
+    check_at_least(1, requests=settings.get("requests"))
+    check_positive(rate=settings.get("rate"), scale=settings.get("scale"))
     return WORKLOADS[name](**settings)
 
 
@@ -69,6 +75,7 @@ def play(
     the closed loop with so many clients, and ignores the arrival times. watch: called after
     each step.
     """
+    check_at_least(1, clients=clients)
     start = engine.clock.now()
     coming = deque(sorted(range(len(items)), key=lambda i: items[i].arrival))
     outputs: list[list[int]] = [[] for _ in items]
@@ -209,15 +216,29 @@ def shared_prefix(
 def trace(
     path: str | Path, requests: int | None = None, scale: float = 1.0, seed: int = 0, ids=None
 ) -> list[WorkItem]:
-    """A CSV file with a header, whose columns are arrival (a date, or seconds), context tokens and generated tokens."""
+    """A CSV file with a header, whose columns are arrival (a date, or seconds), context tokens and generated tokens.
+
+    ValueError names the first line that is not so.
+    """
     draw, ids = np.random.default_rng(seed), ids or random_ids
-    with open(path, newline="") as file:
-        rows = [(_seconds(row[0]), int(row[1]), int(row[2])) for row in list(csv.reader(file))[1:]][:requests]
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = [_trace_row(path, number, row) for number, row in enumerate(csv.reader(file), start=1) if number > 1]
+    if not rows:
+        raise ValueError(f"{path} holds no request: a header, then lines of arrival, context and generated tokens")
+    rows = rows[:requests]
     start, cap = rows[0][0], scaled(max(answer for _, _, answer in rows), scale)
     return [
         WorkItem(arrival - start, ids(draw, prompt, scale), cap, scaled(answer, scale))
         for arrival, prompt, answer in rows
     ]
+
+
+def _trace_row(path: str | Path, number: int, row: Sequence[str]) -> tuple[float, int, int]:
+    """One line of a trace: seconds, tokens of context, generated tokens."""
+    try:
+        return _seconds(row[0]), int(row[1]), int(row[2])
+    except (ValueError, IndexError):
+        raise ValueError(f"{path}, line {number}: {row} is no arrival, context tokens, generated tokens") from None
 
 
 def _seconds(moment: str) -> float:

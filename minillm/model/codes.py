@@ -49,18 +49,33 @@ def fp8_decode(codes: Tensor, scales: Tensor) -> Tensor:
     return codes.view(torch.float8_e4m3fn).float().mul_(scales[..., None])
 
 
+def even_group(what: str, numbers: int, most: int) -> int:
+    """How many of a row's numbers share a scale in int4: its largest even divisor up to `most`; ValueError if odd."""
+    if numbers % 2:
+        raise ValueError(f"int4 packs two numbers to a byte, and {what} {numbers} is odd: take int8")
+    return next(size for size in range(most - most % 2, 0, -2) if numbers % size == 0)
+
+
+def pack_halves(codes: Tensor) -> Tensor:
+    """Codes of 0 to 15 [..., D] -> bytes [..., D / 2]. Number 2i is in the low half of byte i."""
+    return (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+
+
+def unpack_halves(packed: Tensor) -> Tensor:
+    """The inverse, [..., D]."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
 def int4_encode(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x [..., D] -> codes [..., D / 2], scales and minima [..., D / group]. Number 2i is in the low half of byte i."""
+    """x [..., D] -> codes [..., D / 2], packed; scales and minima [..., D / group]."""
     x = x.float().unflatten(-1, (-1, group))  # [..., D / group, group]
     minima = x.amin(-1).clamp(-LARGEST_SCALE, LARGEST_SCALE).half()
     scales = stored_scale((x.amax(-1) - minima.float()) / 15)
     steps = (x - minima[..., None].float()) / scales[..., None].float()
-    codes = steps.round().clamp(0, 15).to(torch.uint8).flatten(-2)  # [..., D]
-    return codes[..., 0::2] | codes[..., 1::2] << 4, scales, minima
+    return pack_halves(steps.round().clamp(0, 15).to(torch.uint8).flatten(-2)), scales, minima
 
 
 def int4_decode(codes: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
     """The inverse, in fp32."""
-    codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)  # [..., D]
-    steps = codes.unflatten(-1, (scales.shape[-1], -1)).float()  # [..., D / group, group]
+    steps = unpack_halves(codes).unflatten(-1, (scales.shape[-1], -1)).float()  # [..., D / group, group]
     return torch.addcmul(minima[..., None].float(), steps, scales[..., None].float()).flatten(-2)

@@ -8,12 +8,28 @@ cannot compute faithfully is refused here, by name, before any weight is read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "llama3")
+NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def check_at_least(least: float, **settings: float | None) -> None:
+    """ValueError for the first setting that is not a finite number from `least` up; None is a default."""
+    for name, value in settings.items():
+        if value is not None and not least <= value < math.inf:
+            raise ValueError(f"{name} {value} must be a finite number from {least} up")
+
+
+def check_positive(**settings: float | None) -> None:
+    """ValueError for the first setting that is not a finite number above 0; None is a default."""
+    for name, value in settings.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} {value} must be a finite number above 0")
 
 
 @dataclass(frozen=True)
@@ -76,6 +92,8 @@ class ModelConfig:
             raise ValueError(f"unknown model_type {model_type!r}; this package computes {', '.join(FAMILIES)}")
         if (act := hf.get("hidden_act", "silu")) != "silu":
             raise ValueError(f"hidden_act {act!r} is not supported; the Llama family uses 'silu'")
+        if missing := [key for key in NEEDED if not hf.get(key)]:
+            raise ValueError(f"the config lacks {', '.join(missing)}")
         heads = hf["num_attention_heads"]
         theta, scaling = _read_rope(hf)
         return cls(

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from minillm.model.codes import even_group, pack_halves, unpack_halves
+
 if TYPE_CHECKING:
     from minillm.model.llama import Llama
 
@@ -126,14 +128,6 @@ def int4_dense(codes: Tensor, scales: Tensor, middles: Tensor) -> Tensor:
     return (steps * scales.float()[..., None] + middles.float()[..., None]).flatten(1)
 
 
-def weight_group(columns: int) -> int:
-    """int4 weights that share a scale: the largest even divisor of `columns` up to WEIGHT_GROUP; ValueError if none."""
-    sizes = [size for size in range(2, WEIGHT_GROUP + 1, 2) if columns % size == 0]
-    if not sizes:
-        raise ValueError(f"int4 packs two weights to a byte, and a row has {columns}: take int8")
-    return sizes[-1]
-
-
 class Int8Linear:
     """The same product over weights in int8, with a scale per output channel."""
 
@@ -154,22 +148,21 @@ class Int4Linear:
     """The same product over weights in int4. Keeps one copy of the codes: the kernel's, where there is a kernel."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        group = weight_group(weight.shape[1])
+        group = even_group("a row of", weight.shape[1], WEIGHT_GROUP)
         codes, scales, middles = int4_weight(weight, group)
         self.group, self.bias, self.has_kernel = group, bias, group == WEIGHT_GROUP and kernel_fits(weight)
         if self.has_kernel:
             self.codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)  # [out, in / 2]
             self.scales = torch.stack((scales, middles), dim=-1).transpose(0, 1).contiguous()  # [in / group, out, 2]
         else:
-            self.codes = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)  # [out, in / 2]
+            self.codes = pack_halves(codes)  # [out, in / 2]
             self.scales = torch.stack((scales, middles))  # [2, out, in / group]
         self.weight_bytes = sum(t.nbytes for t in (self.codes, self.scales, bias) if t is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [N, in] -> [N, out]."""
         if not self.has_kernel:
-            codes = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).flatten(1)
-            return F.linear(x, int4_dense(codes, *self.scales).to(x.dtype), self.bias)
+            return F.linear(x, int4_dense(unpack_halves(self.codes), *self.scales).to(x.dtype), self.bias)
         rows = torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), self.codes, self.group, self.scales)
         return rows.to(x.dtype) if self.bias is None else rows.to(x.dtype) + self.bias
 

@@ -78,11 +78,18 @@ class Tokenizer:
         add_bos: whether to begin with BOS; None does what tokenizer.json says. A text that
         already begins with BOS does not get a second.
         """
-        ids = self.backend.encode(text, add_special_tokens=False).ids
+        ids = self._ids(text)
         wanted = self._adds_bos if add_bos is None else add_bos
         if wanted and self.bos_id is None:
             raise ValueError(f"{self.name} has no BOS token to add")
         return [self.bos_id, *ids] if wanted and ids[:1] != [self.bos_id] else ids
+
+    def _ids(self, text: str) -> list[int]:
+        """Token ids of just this text; ValueError for what UTF-8 cannot write, such as half a surrogate pair."""
+        try:
+            return self.backend.encode(text, add_special_tokens=False).ids
+        except (TypeError, UnicodeEncodeError):
+            raise ValueError(f"{text!r} is no text that can be written in UTF-8") from None
 
     @cached_property
     def _adds_bos(self) -> bool:
@@ -127,8 +134,7 @@ class Tokenizer:
         messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         if system is not None:
             messages.insert(0, {"role": "system", "content": system})
-        text = self.render(messages, add_generation_prompt)
-        return self.backend.encode(text, add_special_tokens=False).ids
+        return self._ids(self.render(messages, add_generation_prompt))
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         """The text of a conversation, special tokens and all.
@@ -178,7 +184,7 @@ class Tokenizer:
             rest = self.render(chat, add_generation_prompt=False).rpartition(answer)[2]
         except ValueError:  # no template, or one for other kinds of chats
             return None
-        ids = self.backend.encode(rest, add_special_tokens=False).ids
+        ids = self._ids(rest)
         return ids[0] if ids and ids[0] in self.special_ids else None
 
     @cached_property

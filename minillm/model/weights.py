@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minillm.model.config import ModelConfig, as_ids
@@ -60,7 +60,7 @@ def load_model(
 class SafetensorsDirectory(Mapping[str, Tensor]):
     """The tensors of a directory's .safetensors files, mapped into memory and read one at a time.
 
-    Raises ModelNotFound if there are none: pickled weights are never opened.
+    Raises ModelNotFound if there are none: pickled weights are never opened. ValueError for a damaged one.
     """
 
     def __init__(self, directory: str | os.PathLike) -> None:
@@ -76,7 +76,10 @@ class SafetensorsDirectory(Mapping[str, Tensor]):
             raise ModelNotFound(f"{directory} holds no .safetensors; pickled weights (.bin, .pt) are not read")
         self._files: dict[str, Any] = {}  # by tensor name, the open file it is in
         for file in files:
-            opened = safe_open(file, framework="pt")
+            try:
+                opened = safe_open(file, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{file} is damaged, or only half there: {error}") from error
             self._files.update(dict.fromkeys(opened.keys(), opened))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -164,11 +167,19 @@ def _read_directory(directory: Path) -> tuple[ModelConfig, Mapping[str, Tensor]]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def _choose_device(device: str | torch.device) -> torch.device:
+    """A device by name; ValueError for a name that is none, or a GPU that is not here."""
     if device != "auto":
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:  # the latter from a PyTorch that was built without CUDA
+            raise ValueError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
         return torch.device(device)
     if torch.cuda.is_available():
         return torch.device("cuda")

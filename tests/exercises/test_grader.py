@@ -247,6 +247,40 @@ def test_a_class_becomes_a_table_and_a_page_each(a_class, tmp_path, capsys):
     assert learners["ann"]["points"] == len(POOL.checks) + len(TABLE.checks)
 
 
+ODD = ("text", 7, ["a", ["b"]], None, True)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+def test_metadata_of_any_shape_is_read_as_if_it_were_not_there(odd, tmp_path):
+    """What a notebook says of itself is a stranger's JSON: any of it may be of any shape."""
+    notebook = solution()
+    places = [(notebook, "metadata"), *((cell, "metadata") for cell in notebook["cells"][:2])]
+    places += [(notebook["cells"][2]["metadata"], key) for key in ("nbgrader", "minillm", "tags")]
+    places += [(notebook["cells"][3]["metadata"].setdefault("nbgrader", {}), "grade_id")]
+    for holder, key in places:
+        holder[key] = odd
+    notebook["cells"].append(odd)
+    learner = classroom.find_notebooks(hand_in(tmp_path, notebook))
+    assert list(learner.notebooks) == [NAME], "its name still says which exercise it is"
+
+
+def test_brackets_in_too_many_brackets_are_no_notebook(tmp_path):
+    (tmp_path / "deep.ipynb").write_text("[" * 100_000)
+    assert classroom.find_notebooks(tmp_path).notes == [
+        "deep.ipynb was not graded: it is no notebook: its content is not JSON"
+    ]
+
+
+@pytest.mark.parametrize("damage", ["", "{half", "[]", '{"key": 3}'])
+def test_marks_that_were_kept_and_damaged_are_made_anew(damage, a_class, tmp_path, monkeypatch):
+    monkeypatch.setattr(classroom, "grade_notebook", lambda path, limits: classroom.nothing(NAME, "graded again"))
+    learner = classroom.find_notebooks(a_class / "ann")
+    (kept := tmp_path / "marks" / "ann" / f"{NAME}.json").parent.mkdir(parents=True)
+    kept.write_text(damage)
+    assert classroom.grade_one(learner, find(NAME), tmp_path / "marks", LIMITS).notes == ["graded again"]
+    assert json.loads(kept.read_text())["notes"] == ["graded again"]
+
+
 def test_an_interrupted_run_goes_on_where_it_was(a_class, tmp_path, monkeypatch):
     graded = []
 

@@ -1,0 +1,70 @@
+"""The command line under a user who mistypes, and a shell that closes the pipe."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minillm.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def complaint(capsys, *argv: str) -> str:
+    """The one line on stderr of a command that must fail with status 2."""
+    try:
+        status = main(list(argv))
+    except SystemExit as end:  # argparse's own way
+        status = end.code
+    error = capsys.readouterr().err
+    assert status == 2 and "Traceback" not in error
+    return error.strip().splitlines()[-1]
+
+
+def test_a_reader_that_closes_the_pipe_ends_it_without_a_word():
+    """As `minillm claims | head -1` does, where the rest no longer fits the pipe."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "minillm", "capacity", "--presets"]
+    try:
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("where", ["nowhere/result.json", "."])
+def test_a_result_that_cannot_be_written_is_refused_before_anything_runs(where, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert f"{where} cannot be written" in complaint(capsys, "capacity", "--json", where)
+
+
+def test_a_result_goes_to_a_file(tmp_path, capsys):
+    assert main(["capacity", "--json", str(tmp_path / "result.json")]) == 0
+    assert json.loads((tmp_path / "result.json").read_text())["max_concurrent"] > 0
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("simulate worked-example --kv-format int8", "worked-example has no --kv-format"),
+        ("simulate worked-example --max-batch 8", "worked-example has no --max-batch"),
+        ("simulate chat --compute-prompts", "chat has no --compute-prompts"),
+        ("simulate chat --requests 2 --clients 2 --rate 3", "leave one of them"),
+        ("simulate trace --trace .", "Is a directory"),
+        ("bench chat --clients 0", "are for --url"),
+        ("bench chat --url nonsense --requests 1", "no server's URL"),
+        ("claims --root nowhere", "no folder"),
+        ("claims Z9", "unknown claim 'Z9'; known: A1"),
+        ("grade --class nowhere --report out", "no folder"),
+        ("fetch --from nowhere.whl", "no file"),
+    ],
+)
+def test_wrong_options_are_one_line_that_names_them(command, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MINILLM_CACHE", str(tmp_path / "cache"))
+    assert message in complaint(capsys, *command.split())
