@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import threading
+import time
 
 import matplotlib.pyplot as plt
 import pytest
@@ -50,6 +52,20 @@ def test_a_line_is_written_on_a_terminal_alone(stream, monkeypatch):
         assert "chat: 1,234 tokens/s, 3 running, 2 waiting, 50% of the cache held" in written
     else:
         assert written == ""
+
+
+@pytest.mark.parametrize(("stream", "ci"), [(Terminal, False), (Terminal, True), (io.StringIO, False)])
+def test_the_seconds_of_a_long_job_are_counted_on_a_terminal_alone(stream, ci, monkeypatch):
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    monkeypatch.setenv("CI", "1") if ci else monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setattr(live.sys, "stderr", stream())
+    threads = threading.active_count()
+    with pytest.raises(ValueError, match="of the job"), live.ticking("knee", every_s=0.01):
+        time.sleep(0.1)
+        raise ValueError("of the job")
+    written = live.sys.stderr.getvalue()
+    assert threading.active_count() <= threads + 1  # tqdm keeps a monitor
+    assert written.count("knee: 00:00") > 2 if stream is Terminal and not ci else written == ""
 
 
 def test_a_client_s_line_says_what_a_client_sees():

@@ -101,7 +101,7 @@ def test_requests_under_way_are_counted_as_such():
 
 
 def test_nothing_gives_none_and_no_division_by_zero():
-    found = metrics.summary(Records(), block_size=16, price_per_hour=3.0)
+    found = metrics.summary(Records(), price_per_hour=3.0)
     assert found["output_tokens_per_s"] is None and found["cost_per_million_output_tokens"] is None
     assert found["prefix_hit_rate"] is None and found["batch"]["mean_rows"] is None
 
@@ -131,7 +131,7 @@ def test_throughput_latency_and_cost():
 def test_preemption_recomputes_without_counting_output_twice():
     engine = ticking_engine(blocks=10, max_batch=4)
     given = run(engine, [[i * 7 + j for j in range(7)] for i in range(4)], [16] * 4)
-    found = metrics.summary(engine.records, block_size=4)
+    found = metrics.summary(engine.records)
     assert found["preemptions"] > 0 and found["recomputed_tokens"] > 0
     assert given == found["output_tokens"] == 4 * 16
     assert found["prompt_tokens"] + found["cached_prompt_tokens"] == 4 * 7
@@ -164,7 +164,7 @@ def test_reserved_used_and_wasted_tokens_of_slots_and_blocks():
     for kv in ("slots", "paged"):
         engine = ticking_engine(kv=kv, block_size=4, prefix_cache=False) if kv == "paged" else ticking_engine(kv=kv)
         run(engine, [[1, 2, 3]], [30], stop_after=[3])
-        wasted[kv] = metrics.summary(engine.records, block_size=4)["kv"]
+        wasted[kv] = metrics.summary(engine.records)["kv"]
     assert wasted["slots"]["peak_reserved_tokens"] == 32, "a slot holds 3 + 30 - 1 tokens from the start"
     assert wasted["paged"]["peak_reserved_tokens"] == 8 and wasted["paged"]["peak_used_tokens"] in (4, 5)
     for kv in wasted.values():
@@ -187,7 +187,7 @@ def test_summary_mode_tells_the_same_within_the_width_of_a_bucket():
     for mode in ("all", "summary"):
         engine = ticking_engine(seconds=0.25, max_batch=2, records=mode)
         run(engine, [[i, i + 1] for i in range(6)], [3, 5, 2, 7, 4, 6], arrivals=[0, 0.1, 0.2, 0.5, 4, 4])
-        found[mode] = metrics.summary(engine.records, block_size=4, price_per_hour=1.0)
+        found[mode] = metrics.summary(engine.records, price_per_hour=1.0)
     assert found["summary"]["itl_per_step_s"] is None and found["summary"]["queue_depth"]["mean"] is None
     for name in ("requests", "output_tokens", "output_tokens_per_s", "batch", "prefix_hit_rate"):
         assert found["all"][name] == found["summary"][name]
@@ -216,6 +216,8 @@ def test_merged_servers_are_one_service():
     assert found["requests"]["finished"] == 2 and found["output_tokens"] == 8
     assert found["span_s"] == 6.0 and found["output_tokens_per_s"] == 8 / 6, "two servers side by side, not in turn"
     assert [step.start for step in merged.steps] == sorted(step.start for step in merged.steps)
+    assert merged.block_size == 4 and found["kv"]["peak_reserved_tokens"] == 8
+    assert metrics.merge([parts[0], Records("all", 16)]).block_size is None, "blocks of two sizes have no common one"
     with pytest.raises(ValueError, match="records='all'"):
         metrics.merge([Records("summary")])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from fakes import BLOCK_SIZE, fake_engine
+from fakes import fake_engine
 
 from minillm import SamplingParams, metrics
 from minillm.ladder.decode import NoCache, decode_cached
@@ -109,7 +109,7 @@ def test_waste_is_that_of_the_metrics(kv):
     engine = loaded_engine(requests=6, kv=kv, max_batch=6)
     engine.step()  # nobody has ended yet, so what was planned is what stands
     pool, step = plots.pool_snapshot(engine), engine.records.steps[-1]
-    occupancy = metrics.summary(engine.records, BLOCK_SIZE)["kv"]
+    occupancy = metrics.summary(engine.records)["kv"]
     assert pool.count("live") == step.blocks_live and pool.used_tokens == step.kv_tokens
     assert pool.wasted_tokens == occupancy["peak_wasted_tokens"] > 0
     assert pool.reserved_tokens == occupancy["peak_reserved_tokens"]

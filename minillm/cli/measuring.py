@@ -77,6 +77,7 @@ def _run_all(arguments, names: list[str], root: Path) -> tuple[list, dict[str, s
     """Run them in turn, whatever becomes of each; the measurements, and what went wrong by name."""
     from minillm.measure.experiments import find, recorded_here, run_experiment
     from minillm.measure.setting import Setting
+    from minillm.show.live import ticking
     from minillm.show.recorded import heading
     from minillm.show.tables import filled, tables, text_table
 
@@ -87,7 +88,8 @@ def _run_all(arguments, names: list[str], root: Path) -> tuple[list, dict[str, s
             print(f"{name}: this commit has it already\n")
             continue
         try:
-            outcome = run_experiment(name, setting)
+            with ticking(f"{name}, {find(name).about}"):
+                outcome = run_experiment(name, setting)
             path = outcome.measurement.save(root)
         except Exception as error:  # one that fails must not take the others with it
             failed[name] = f"{type(error).__name__}: {error}"

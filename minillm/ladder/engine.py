@@ -221,7 +221,7 @@ class Engine:
             )
         self.speculator = speculator
         self.clock = clock or WallClock()
-        self.records = Records(records)
+        self.records = Records(records, block_size)
         self.eos_ids = frozenset(config.eos_token_id) | frozenset(tokenizer.eos_ids if tokenizer else ())
         self._arrivals: list[tuple[float, int, Request]] = []  # a heap of those still to come
         self._requests: dict[RequestId, Request] = {}  # all that have not finished

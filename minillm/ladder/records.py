@@ -113,13 +113,14 @@ class Records:
 
     `totals` counts over the whole run (every counting field of the step records, steps,
     busy seconds, finished requests by reason, cached and recovered tokens); `peaks` keeps
-    the highest rows, blocks_live, kv_tokens and waiting of any step.
+    the highest rows, blocks_live, kv_tokens and waiting of any step. `block_size`, in tokens,
+    turns blocks into tokens reserved; None where no pool is known.
     """
 
-    def __init__(self, mode: Literal["all", "summary"] = "all") -> None:
+    def __init__(self, mode: Literal["all", "summary"] = "all", block_size: int | None = None) -> None:
         if mode not in ("all", "summary"):
             raise ValueError(f"records={mode!r}: choose 'all' or 'summary'")
-        self.mode = mode
+        self.mode, self.block_size = mode, block_size
         self.steps: list[StepRecord] = []
         self.requests: list[RequestRecord] = []  # finished ones, in the order in which they ended
         self.live: dict[RequestId, RequestRecord] = {}

@@ -248,9 +248,9 @@ def memory_by_policy(model, name: str, items: Sequence[WorkItem], kv_memory: int
     return measured("memory_by_policy", model, name, rows, Spread.of([row["tokens_per_s"] for row in rows], warmups=1))
 
 
-def memory_row(kv: str, records: Records, token_bytes: int, block_size: int = 16) -> dict:
+def memory_row(kv: str, records: Records, token_bytes: int) -> dict:
     """One row of `memory_by_policy`: means over the steps, each counting once, so that no clock is in them."""
-    summary, steps = metrics.summary(records, block_size), records.steps
+    summary, steps, block_size = metrics.summary(records), records.steps, records.block_size
     reserved = mean(step.blocks_live for step in steps) * block_size * token_bytes / 1e6
     used = mean(step.kv_tokens for step in steps) * token_bytes / 1e6
     return {

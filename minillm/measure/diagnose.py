@@ -171,7 +171,7 @@ def run(setup: Setup, items: Sequence[WorkItem]) -> tuple[dict, Records]:
             share = items[number :: setup.gpus]
             play(engine, share, max(1, setup.clients // setup.gpus))
     records = metrics.merge([engine.records for engine in engines])
-    found = metrics.summary(records, traffic.BLOCK, traffic.PRICE * setup.gpus)
+    found = metrics.summary(records, traffic.PRICE * setup.gpus)
     return {
         **traffic.figures(found), "refused_share": len(refused) / len(items),
         "cache_peak_share": found["kv"]["peak_share"],

@@ -73,12 +73,11 @@ def step_gaps(request: RequestRecord) -> list[tuple[float, int]]:
     return [(later - earlier, counts[later]) for earlier, later in pairwise(counts)]
 
 
-def summary(records: Records, block_size: int | None = None, price_per_hour: float | None = None) -> dict:
+def summary(records: Records, price_per_hour: float | None = None) -> dict:
     """All metrics of a run, units in their names. What records of mode "summary" do not tell is None.
 
-    block_size, in tokens, turns blocks into tokens reserved. price_per_hour, of the hardware in
-    any currency, gives the cost per million output tokens. Shares and rates are None where they
-    would divide by nothing.
+    price_per_hour, of the hardware in any currency, gives the cost per million output tokens.
+    Shares and rates are None where they would divide by nothing.
     """
     totals = records.totals
     span = records.ended - records.began if records.ended is not None else None
@@ -94,7 +93,7 @@ def summary(records: Records, block_size: int | None = None, price_per_hour: flo
         **(latencies(records.requests) if records.mode == "all" else latencies_of_summary(records)),
         "batch": batch(records),
         "queue_depth": {"peak": records.peaks["waiting"], "mean": time_mean(records.steps, lambda s: s.waiting)},
-        "kv": occupancy(records, block_size),
+        "kv": occupancy(records),
         "speculation": speculation(records),
         "prompt_tokens": totals["prompt_tokens"],  # computed, each counted once
         "cached_prompt_tokens": totals["cached_tokens"],  # found in the prefix cache instead
@@ -152,7 +151,7 @@ def speculation(records: Records) -> dict:
     }
 
 
-def occupancy(records: Records, block_size: int | None) -> dict:
+def occupancy(records: Records) -> dict:
     """Who has the cache: blocks live, cached and free on average over busy time, and the fullest step.
 
     `used_tokens` hold a key and a value; `wasted_tokens` are reserved and empty, be it the
@@ -160,11 +159,11 @@ def occupancy(records: Records, block_size: int | None) -> dict:
     """
     steps = records.steps
     means = {f"mean_{name}": time_mean(steps, lambda s, name=name: getattr(s, name)) for name in BLOCK_STATES}
-    if not steps or block_size is None:
+    if not steps or records.block_size is None:
         peaks = records.peaks
         return {**means, "peak_blocks_live": peaks["blocks_live"], "peak_used_tokens": peaks["kv_tokens"]}
     fullest = max(steps, key=lambda step: step.blocks_live)
-    reserved = fullest.blocks_live * block_size
+    reserved = fullest.blocks_live * records.block_size
     return {
         **means,
         "peak_blocks_live": fullest.blocks_live,
@@ -207,7 +206,8 @@ def merge(parts: Sequence[Records]) -> Records:
     """The records of several servers as those of one service. Peaks and batches stay those of one server."""
     if any(part.mode != "all" for part in parts):
         raise ValueError("merge needs records='all' of every engine")
-    merged = Records("all")
+    sizes = {part.block_size for part in parts}
+    merged = Records("all", sizes.pop() if len(sizes) == 1 else None)
     for number, part in enumerate(parts):
         merged.requests += part.requests
         merged.steps += part.steps

@@ -160,7 +160,7 @@ def _run_engine(engine: Engine, prompts: Sequence[list[int]], max_tokens: int, b
             bar.update(event.finished)
     seconds = time.perf_counter() - start
     records, block_size = engine.records, engine.scheduler.memory.pool.block_size
-    summary = metrics.summary(records, block_size)
+    summary = metrics.summary(records)
     per_token = engine.block_bytes / block_size / 1e6
     details = {
         "batch_rows": summary["batch"]["mean_rows"],

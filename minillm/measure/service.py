@@ -217,9 +217,9 @@ def under_load(cost: CostModel, items: Sequence[WorkItem], most_waiting: int | N
     """
     engine = virtual_engine(cost, **{"prefix_cache": False, "max_batch": 256, "max_step_tokens": 2048, **settings})
     refused = serve_bounded([engine], items, most_waiting)
-    records, pool = engine.records, engine.scheduler.memory.pool
+    records = engine.records
     limits = Ceilings(cost.bytes_per_s, cost.flops_per_s)
-    found = metrics.summary(records, pool.block_size)
+    found = metrics.summary(records)
     return {
         **utilisation(records, cost.config, cost.kv_format, cost.weight_bytes, limits),
         "cache_peak_share": found["kv"]["peak_share"], "refused": len(refused),

@@ -15,8 +15,6 @@ from minillm.measure.virtual import DEVICES, CostModel, VirtualProposer, virtual
 from minillm.measure.workload import WorkItem, make_workload, numbered_ids, play, worked_example
 from minillm.model.config import ModelConfig, check_at_least, check_positive
 
-BLOCK = 16  # tokens
-
 # -- any workload ---------------------------------------------------------------------------------
 
 
@@ -79,7 +77,7 @@ def simulate(workload: str, service: Service, clients: int | None = None, **sett
         engines, lives = _serve(service, items, clients, prefix_cache=workload == "shared-prefix")
     merged = metrics.merge([engine.records for engine in engines])
     return {
-        **metrics.summary(merged, BLOCK, service.price_per_hour * len(engines)),
+        **metrics.summary(merged, service.price_per_hour * len(engines)),
         **(metrics.latencies(lives) if service.prefill_replicas else {}),  # of whole requests, where two shared one
         "requests": {"finished": len(lives), "aborted": 0, "unfinished": len(items) - len(lives)},
         "row_steps": merged.totals["rows"], "devices": len(engines),

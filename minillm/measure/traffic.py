@@ -17,7 +17,7 @@ from minillm.measure.capacity import GB, capacity
 from minillm.measure.measurement import VIRTUAL, Measurement, provenance
 from minillm.measure.service import in_ms, percentiles
 from minillm.measure.setting import Setting
-from minillm.measure.simulation import BLOCK, collector_off, worked_example_rows
+from minillm.measure.simulation import collector_off, worked_example_rows
 from minillm.measure.virtual import DEVICES, CostModel, VirtualProposer, virtual_engine
 from minillm.measure.workload import WorkItem, chat, lognormal, play, shared_prefix
 from minillm.model.config import ModelConfig
@@ -50,7 +50,7 @@ def served(items: Sequence[WorkItem], clients: int | None = None, engine: Engine
     engine = engine or server(**settings)
     with collector_off():
         play(engine, items, clients)
-    return metrics.summary(engine.records, BLOCK, PRICE)
+    return metrics.summary(engine.records, PRICE)
 
 
 def figures(found: dict) -> dict:
@@ -69,7 +69,7 @@ def replicas(setting: Setting) -> Measurement:
     for number in setting.each("replicas", (1, 2, 4, 8)):
         engines = [server() for _ in range(number)]
         fleet.serve(engines, items)
-        found = metrics.summary(metrics.merge([engine.records for engine in engines]), BLOCK, PRICE * number)
+        found = metrics.summary(metrics.merge([engine.records for engine in engines]), PRICE * number)
         times = found["output_tokens_per_s"] / rows[0]["tokens_per_s"] if rows else 1.0
         rows.append({"replicas": number, "times_one": times, **figures(found),
                      "cost_per_million_output_tokens": found["cost_per_million_output_tokens"]})
@@ -190,7 +190,7 @@ def two_half_empty(items: Sequence[WorkItem]) -> dict:
     """The summary of two GPUs with small batches, at the price of two."""
     engines = [server(max_batch=8) for _ in range(2)]
     fleet.serve(engines, items)
-    return metrics.summary(metrics.merge([engine.records for engine in engines]), BLOCK, 2 * PRICE)
+    return metrics.summary(metrics.merge([engine.records for engine in engines]), 2 * PRICE)
 
 
 def cure(symptom: str, remedy: str, figure: str, before: dict, after: dict) -> dict:

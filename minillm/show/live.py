@@ -3,7 +3,10 @@
     with on_terminal("chat") as show:               # or on_page()
         play(engine, items, watch=Gauges(show))
 
-Both are silent where nobody looks: a line only on a terminal, and in CI, or with TQDM_DISABLE
+    with ticking("knee"):                           # no engine to watch: a line that counts the seconds
+        knee(setting)
+
+All are silent where nobody looks: a line only on a terminal, and in CI, or with TQDM_DISABLE
 set, a plot is drawn once, at the end.
 """
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -80,6 +84,31 @@ def on_terminal(label: str) -> Iterator[Show]:
                 bar.set_description_str(f"{label}: {line(reading)}")
 
         yield show
+
+
+@contextmanager
+def ticking(label: str, every_s: float = 1.0) -> Iterator[None]:
+    """A line on stderr that counts the seconds of a long job, if that is a terminal and not CI; gone at the end.
+
+    A thread of its own writes it, for some microseconds a second: far too little to show in what the job times.
+    """
+    silent = None if watched() else True  # None: silent unless it is a terminal
+    with tqdm(desc=label, bar_format="{desc}: {elapsed}", leave=False, disable=silent, file=sys.stderr) as bar:
+        done = threading.Event()
+
+        def tick() -> None:
+            while not done.wait(every_s):
+                bar.refresh()
+
+        ticker = threading.Thread(target=tick, daemon=True)
+        if not bar.disable:
+            ticker.start()
+        try:
+            yield
+        finally:
+            done.set()
+            if ticker.is_alive():
+                ticker.join()
 
 
 def watched() -> bool:

@@ -346,7 +346,7 @@ print(recorded("cost_of_blocks", INDIRECT))
 # NBVAL_CHECK_OUTPUT
 for block_size in (1, 16, 64, 256):
     records = chapters.count(model.config, items, kv_memory=budget, max_batch=64, block_size=block_size)
-    row = chapters.memory_row("paged", records, TOKEN_BYTES, block_size)
+    row = chapters.memory_row("paged", records, TOKEN_BYTES)
     requests, wasted = row["mean_requests"], row["wasted_share"]
     print(f"blocks of {block_size:>3}: {requests:>4.1f} requests on average, {wasted:.0%} wasted")
 

@@ -281,7 +281,7 @@ print(verdict_here("A5", gauge.rows))
 
 # %%
 # NBVAL_CHECK_OUTPUT
-watched = metrics.summary(list(runs.values())[-1], block_size=16)
+watched = metrics.summary(list(runs.values())[-1])
 seen = {"TTFT": watched["ttft_s"]["p99"], "ITL": watched["itl_per_step_s"]["p99"],
         "tokens/s": watched["output_tokens_per_s"], "achieved batch": watched["batch"]["mean_rows"],
         "cache held": watched["kv"]["peak_share"], "queue depth": watched["queue_depth"]["mean"],
