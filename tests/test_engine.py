@@ -162,6 +162,15 @@ def test_a_stream_whose_last_events_a_step_took_ends_instead_of_waiting_for_ever
 # -- add, step, abort -----------------------------------------------------------------------------
 
 
+def test_an_id_chosen_between_a_stream_s_call_and_its_start_stays_its_owner_s():
+    engine = fake_engine()
+    stream = engine.stream([[1, 2], [3]], params(2))
+    engine.add([5, 6, 7], params(3), request_id="request-0")
+    streamed = outputs([list(stream)])
+    assert "request-0" not in streamed and sorted(map(len, streamed.values())) == [2, 2]
+    assert outputs(steps(engine)) == {"request-0": expected_output((5, 6, 7), 3)}
+
+
 def test_add_makes_up_ids_that_nobody_has():
     engine = fake_engine()
     taken = [engine.add([1], request_id=f"request-{number}") for number in (1, 2, 4)]
@@ -487,7 +496,7 @@ def test_a_wrong_setting_is_named_with_the_right_ones(settings, message):
     [dict(max_tokens=-1), dict(temperature=-0.1), dict(temperature=float("nan")), dict(temperature=float("inf")),
      dict(top_k=0), dict(top_p=0.0), dict(top_p=1.1), dict(stop_after=0), dict(stop=["a", ""]), dict(stop=[7]),
      dict(max_tokens=2.5), dict(max_tokens=None), dict(top_k=1.5), dict(top_p=float("nan")), dict(seed="7"),
-     dict(stop_after=2.5)],
+     dict(stop_after=2.5), dict(stop_ids=5), dict(stop_ids="ab")],
     ids=str,
 )
 def test_params_that_cannot_be_meant_are_refused_by_name(wrong):

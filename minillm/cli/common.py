@@ -58,15 +58,14 @@ def write(arguments, measurement, result: dict) -> None:
     """Keep the measurement, and write the result, where the options ask for it."""
     if arguments.save:
         print(f"saved {measurement.save()}")
-    if arguments.json:
-        write_json(arguments.json, result)
+    write_json(arguments.json, result)
 
 
-def write_json(where: str, result: dict) -> None:
-    """One line on stdout for "-", else a file."""
+def write_json(where: str | None, result: dict) -> None:
+    """One line on stdout for "-", nothing for None, else a file."""
     if where == "-":
         print(json.dumps(result))
-    else:
+    elif where is not None:
         Path(where).write_text(json.dumps(result, indent=1) + "\n")
 
 

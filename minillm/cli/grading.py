@@ -38,8 +38,7 @@ def _grade_path(arguments) -> int:
     for line in report.lines(learner):
         print(line)
     print(f"{learner.points} of {learner.out_of} checks pass")
-    if arguments.json:
-        write_json(arguments.json, report.to_json([learner]))
+    write_json(arguments.json, report.to_json([learner]))
     return 0 if learner.points == learner.out_of else 1
 
 
@@ -51,6 +50,5 @@ def _grade_class(arguments) -> int:
     for learner in learners:
         print(f"{learner.name}: {learner.points} of {learner.out_of}")
     print(f"report: {report.write(learners, arguments.report)}")
-    if arguments.json:
-        write_json(arguments.json, report.to_json(learners))
+    write_json(arguments.json, report.to_json(learners))
     return 0

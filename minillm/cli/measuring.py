@@ -17,6 +17,7 @@ from minillm.cli.common import (
     write,
     write_json,
 )
+from minillm.model.config import check_at_least
 from minillm.model.source import DEFAULT
 
 OVERHEAD_COLUMNS = {
@@ -62,6 +63,7 @@ def _measure(arguments) -> int:
         return 0
     if arguments.save and (arguments.quick or arguments.out):
         raise ValueError("--save is for full sizes, in their own place: leave out --quick and --out")
+    check_at_least(0, budget_s=arguments.budget_s)
     names = list(EXPERIMENTS) if arguments.all or not arguments.names else [find(n).name for n in arguments.names]
     root = MEASUREMENTS if arguments.save else Path(arguments.out or "measurements")
     root.mkdir(parents=True, exist_ok=True)  # where that is refused, now rather than after the first experiment
@@ -145,8 +147,7 @@ def _claims(arguments) -> int:
         for row in as_rows(findings):
             print(f"{row['id']:>3}  {row['verdict'].upper()} on {cell(row['device'] or None)}\n     {row['claim']}")
             print(f"     {row['measured']}\n")
-    if arguments.json:
-        write_json(arguments.json, {"claims": as_rows(findings)})
+    write_json(arguments.json, {"claims": as_rows(findings)})
     return 0
 
 
@@ -233,8 +234,7 @@ def _bench_server(arguments, settings: dict) -> int:
     if arguments.save:
         row = server_row(found, arguments.label or server.url, arguments.workload, arguments.model, loop)
         print(f"saved {save_row(row)}")
-    if arguments.json:
-        write_json(arguments.json, {"url": server.url, "workload": arguments.workload, "loop": loop, **found})
+    write_json(arguments.json, {"url": server.url, "workload": arguments.workload, "loop": loop, **found})
     return 1 if found["failed"] == len(items) else 0
 
 

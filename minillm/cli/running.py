@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from minillm.cli.common import add_model, add_outputs, bar, write
+from minillm.model.config import check_at_least
 from minillm.model.source import DEFAULT
 
 LADDER_COLUMNS = {
@@ -74,8 +75,7 @@ def _ladder(arguments) -> int:
     from minillm.measure.rungs import MARGIN_TOLERANCE, ladder
     from minillm.show.tables import text_table
 
-    if arguments.requests < 1 or arguments.max_tokens < 1:
-        raise ValueError("--requests and --max-tokens must be at least 1")
+    check_at_least(1, requests=arguments.requests, max_tokens=arguments.max_tokens)
     model, tokenizer = load_model(arguments.model), load_tokenizer(arguments.model)
     result = ladder(
         model, tokenizer, arguments.model, arguments.requests, arguments.max_tokens, arguments.kv_memory, bar

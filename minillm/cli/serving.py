@@ -37,8 +37,7 @@ def _capacity(arguments) -> int:
     if arguments.presets:
         rows = preset_rows()
         print(text_table(rows, all_columns(rows)))
-        if arguments.json:
-            write_json(arguments.json, {"presets": rows})
+        write_json(arguments.json, {"presets": rows})
         return 0
     named = ("memory_gb", "weights_gb", "overhead_gb", "context", "kv_format")
     sums = {name: getattr(arguments, name) for name in named}
@@ -57,8 +56,7 @@ def _capacity(arguments) -> int:
     print(f"\n{text_table(rows, CAPACITY_COLUMNS)}\n\nThe same to other engines:")
     for engine, line in flags.items():
         print(f"  {engine:8}{line}")
-    if arguments.json:
-        write_json(arguments.json, {"model": arguments.model, **asdict(found), "changes": rows, "flags": flags})
+    write_json(arguments.json, {"model": arguments.model, **asdict(found), "changes": rows, "flags": flags})
     return 0
 
 
@@ -115,8 +113,7 @@ def _worked_example(arguments) -> int:
         "A100 80 GB.\n"
     )
     print(text_table(table, {name: name.replace(": ", ", ") for name in table[0]}))
-    if arguments.json:
-        write_json(arguments.json, {"device": arguments.device, "model": arguments.model, "rows": rows, "table": table})
+    write_json(arguments.json, {"device": arguments.device, "model": arguments.model, "rows": rows, "table": table})
     return 0
 
 
@@ -131,6 +128,5 @@ def _workload(arguments) -> int:
     found = simulate(arguments.workload, service, arguments.clients, seed=arguments.seed, **settings)
     print(f"{arguments.workload} on {found['devices']} x {arguments.device}, {arguments.model}, in virtual time")
     print_summary(found)
-    if arguments.json:
-        write_json(arguments.json, {"workload": arguments.workload, **asdict(service), **found})
+    write_json(arguments.json, {"workload": arguments.workload, **asdict(service), **found})
     return 0

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 from minillm.ladder.attention import RowSpan
 from minillm.ladder.paged import InvariantError, Paged, Slots
-from minillm.ladder.request import Request, RequestError
+from minillm.ladder.request import Request, RequestError, check_prompt
 from minillm.ladder.static import StaticBatching
 
 
@@ -129,9 +129,8 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Raise RequestError for a request that could never run: "never" must not look like "not now"."""
+        check_prompt(request.prompt_ids)
         prompt, new, pool = request.num_prompt, request.params.max_tokens, self.memory.pool
-        if not prompt:
-            raise RequestError("the prompt is empty; it needs at least one token")
         clashes = []
         if prompt + new > self.max_context:
             clashes.append(f"> context {self.max_context:,}")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minillm.ladder.attention import attend, causal_mask
-from minillm.ladder.request import RequestError
+from minillm.ladder.request import check_prompt
 from minillm.model.llama import Llama
 
 
@@ -43,12 +43,6 @@ class SequenceCache:
         self.values[layer, self.length : end] = v
         mask = causal_mask(self.length, len(q), q.shape[1] // k.shape[1], q.dtype).to(q.device)  # [1, 1, N G, S]
         return attend(q[None], self.keys[None, layer, :end], self.values[None, layer, :end], mask)[0]
-
-
-def check_prompt(prompt_ids: Sequence[int]) -> None:
-    """Raise RequestError for an empty prompt, which gives the model nothing to continue."""
-    if not prompt_ids:
-        raise RequestError("the prompt is empty; it needs at least one token")
 
 
 def decode_recomputing(

@@ -374,9 +374,11 @@ class Engine:
 
     def _run_to_end(self, requests: list[Request]) -> Iterator[TokenEvent]:
         """Queue and step until these have ended; what other requests get is kept for the next `step`."""
-        own = {request.id for request in requests}
         for request in requests:
+            while request.id in self._requests:  # made up at the call, and chosen by somebody since
+                request.id = f"request-{next(self._numbers)}"
             self._queue(request)
+        own = {request.id for request in requests}
         try:
             while own:
                 if not any(event.request_id in own for event in self._kept):

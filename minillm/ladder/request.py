@@ -17,6 +17,12 @@ class RequestError(ValueError):
     """A request that can never run as asked; the message says which numbers clash."""
 
 
+def check_prompt(prompt_ids: Sequence[int]) -> None:
+    """Raise RequestError for an empty prompt, which gives the model nothing to continue."""
+    if not prompt_ids:
+        raise RequestError("the prompt is empty; it needs at least one token")
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to continue one prompt.
@@ -47,6 +53,8 @@ class SamplingParams:
                 raise RequestError(f"{name} {value!r} is no whole number")
         if not all(isinstance(stop, str) for stop in self.stop):
             raise RequestError(f"stop strings are texts, not {self.stop!r}; token ids belong to stop_ids")
+        if isinstance(self.stop_ids, (int, str)):
+            raise RequestError(f"stop_ids {self.stop_ids!r} is no collection of token ids; texts belong to stop")
         if self.max_tokens < 0:
             raise RequestError(f"max_tokens {self.max_tokens} is negative; 0 gives an empty answer")
         if not 0 <= self.temperature <= HOTTEST:

@@ -147,12 +147,9 @@ class NgramProposer:
     """
 
     bytes_per_token = 0
+    lengths = range(3, 0, -1)  # look for the last three tokens first, then for fewer
 
-    def __init__(self, longest: int = 3, shortest: int = 1) -> None:
-        """Try the last `longest` tokens first, then fewer, down to `shortest`."""
-        if not 1 <= shortest <= longest:
-            raise ValueError(f"need 1 <= shortest <= longest, not {shortest} and {longest}")
-        self.lengths = range(longest, shortest - 1, -1)
+    def __init__(self) -> None:
         self.indices: WeakKeyDictionary[Request, NgramIndex] = WeakKeyDictionary()
 
     def prepare(self, config: ModelConfig, num_blocks: int, block_size: int) -> None:

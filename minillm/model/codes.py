@@ -56,12 +56,12 @@ def even_group(what: str, numbers: int, most: int) -> int:
     return next(size for size in range(most - most % 2, 0, -2) if numbers % size == 0)
 
 
-def pack_halves(codes: Tensor) -> Tensor:
+def pack_nibbles(codes: Tensor) -> Tensor:
     """Codes of 0 to 15 [..., D] -> bytes [..., D / 2]. Number 2i is in the low half of byte i."""
     return (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
 
 
-def unpack_halves(packed: Tensor) -> Tensor:
+def unpack_nibbles(packed: Tensor) -> Tensor:
     """The inverse, [..., D]."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
@@ -72,10 +72,10 @@ def int4_encode(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     minima = x.amin(-1).clamp(-LARGEST_SCALE, LARGEST_SCALE).half()
     scales = stored_scale((x.amax(-1) - minima.float()) / 15)
     steps = (x - minima[..., None].float()) / scales[..., None].float()
-    return pack_halves(steps.round().clamp(0, 15).to(torch.uint8).flatten(-2)), scales, minima
+    return pack_nibbles(steps.round().clamp(0, 15).to(torch.uint8).flatten(-2)), scales, minima
 
 
 def int4_decode(codes: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
     """The inverse, in fp32."""
-    steps = unpack_halves(codes).unflatten(-1, (scales.shape[-1], -1)).float()  # [..., D / group, group]
+    steps = unpack_nibbles(codes).unflatten(-1, (scales.shape[-1], -1)).float()  # [..., D / group, group]
     return torch.addcmul(minima[..., None].float(), steps, scales[..., None].float()).flatten(-2)

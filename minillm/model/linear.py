@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from minillm.model.codes import even_group, pack_halves, unpack_halves
+from minillm.model.codes import even_group, pack_nibbles, unpack_nibbles
 
 if TYPE_CHECKING:
     from minillm.model.llama import Llama
@@ -155,14 +155,14 @@ class Int4Linear:
             self.codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)  # [out, in / 2]
             self.scales = torch.stack((scales, middles), dim=-1).transpose(0, 1).contiguous()  # [in / group, out, 2]
         else:
-            self.codes = pack_halves(codes)  # [out, in / 2]
+            self.codes = pack_nibbles(codes)  # [out, in / 2]
             self.scales = torch.stack((scales, middles))  # [2, out, in / group]
         self.weight_bytes = sum(t.nbytes for t in (self.codes, self.scales, bias) if t is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [N, in] -> [N, out]."""
         if not self.has_kernel:
-            return F.linear(x, int4_dense(unpack_halves(self.codes), *self.scales).to(x.dtype), self.bias)
+            return F.linear(x, int4_dense(unpack_nibbles(self.codes), *self.scales).to(x.dtype), self.bias)
         rows = torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), self.codes, self.group, self.scales)
         return rows.to(x.dtype) if self.bias is None else rows.to(x.dtype) + self.bias
 

@@ -115,7 +115,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         missing = gather(arguments.into, arguments.platforms, arguments.python, arguments.model)
-    except (FileExistsError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 2
     size = sum(file.stat().st_size for file in arguments.into.rglob("*") if file.is_file())
