@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
+import numpy as np
 import torch
 
 from minillm.ladder.engine import Clock, Engine, WallClock
@@ -45,7 +47,7 @@ def clock_for(gpu: bool) -> Iterator[type[Clock]]:
 
 
 def virtual_prediction(setting: Setting) -> Measurement:
-    """Fit the cost model to an open loop of chats, then replay other loads, of other lengths, and run them for real."""
+    """Fit the cost model to chats that come ever faster, then replay other loads, and run them for real."""
     with clock_for(setting.gpu) as clock:
         return predictions(setting, clock)
 
@@ -61,9 +63,10 @@ def predictions(setting: Setting, clock: type[Clock]) -> Measurement:
         play(engine, items, clients)
         return engine.records
 
-    busy = real(chat(8, scale=scale), clients=8)
-    rate = 8 / (busy.ended - busy.began)  # requests a second that the device can do, about
-    cost = fit(real(chat(requests, 0.7 * rate, scale, seed=setting.seed)), model.config, kv_format, model.weight_bytes)
+    busy = real(chat(24, scale=scale), clients=8)
+    rate = 24 / (busy.ended - busy.began)  # requests a second that the device can do, about
+    recorded = real(swelling(chat(requests, rate, scale, seed=setting.seed)))
+    cost = fit(recorded, model.config, kv_format, model.weight_bytes)
     loads = {
         "6 clients, varied answers": (lognormal(0.8, requests, 24, 40, seed=setting.seed + 3), 6),
         "chats half as long again, half the rate":
@@ -76,6 +79,17 @@ def predictions(setting: Setting, clock: type[Clock]) -> Measurement:
         rows += error_rows(load, figures(real(items, clients)), figures(engine.records))
     return chapters.measured("virtual_prediction", model, setting.timed_name, rows,
                              Spread.of([row["error_percent"] for row in rows]))
+
+
+def swelling(items: Sequence[WorkItem], slowest: float = 0.4, fastest: float = 2.0) -> list[WorkItem]:
+    """The same open loop at a rate that grows from `slowest` to `fastest` times its own.
+
+    So one run has steps of every size, from a single row to a full batch that a queue stands
+    behind: a fit knows nothing of batches that it never saw.
+    """
+    gaps = np.diff([item.arrival for item in items], prepend=0.0)
+    arrivals = (gaps / np.linspace(slowest, fastest, len(items))).cumsum().tolist()
+    return [replace(item, arrival=arrival) for item, arrival in zip(items, arrivals, strict=True)]
 
 
 def figures(records) -> dict[str, float]:

@@ -8,15 +8,19 @@ A GPU hides the shorter behind the longer (overlap 1: the roofline). The cores o
 do both in turn (overlap 0), and gather the keys and values of a batch at a fraction of the
 bandwidth at which they read weights. The numbers are effective ones: taken from a data
 sheet, and then an estimate, or fitted to the recorded steps of a real run, and then good for
-other loads of the same model on the same machine.
+other loads of the same model on the same machine. A fit also keeps by how much steps of so
+many tokens took longer than this form says, since a library's matrix product has a way of
+its own for every few sizes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count, pairwise, takewhile
+from functools import cached_property
+from itertools import count, groupby, pairwise, takewhile
 
+import numpy as np
 import torch
 
 from minillm.ladder.continuous import Row, StepPlan
@@ -51,7 +55,11 @@ class VirtualClock:
 
 @dataclass(frozen=True)
 class CostModel:
-    """How long a step takes, by its shape. `weight_bytes` are those that a step reads."""
+    """How long a step takes, by its shape.
+
+    weight_bytes: those that a step reads. corrections: (tokens, factor) by which steps of so
+    many tokens differ from the form above, in order of tokens; between two, on a straight line.
+    """
 
     config: ModelConfig
     kv_format: str
@@ -61,13 +69,25 @@ class CostModel:
     flops_per_s: float
     overhead_s: float
     overlap: float = 1.0
+    corrections: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, shape: StepShape) -> float:
         """The duration of one step."""
-        work = least_work(self.config, self.kv_format, shape, self.weight_bytes)
-        memory = self.weight_bytes / self.bytes_per_s + (work.bytes - self.weight_bytes) / self.kv_bytes_per_s
-        compute = work.flops / self.flops_per_s
-        return max(memory, compute) + (1 - self.overlap) * min(memory, compute) + self.overhead_s
+        kv_bytes, per_token, per_logit, per_pair = self.unit_costs
+        memory = self.weight_bytes / self.bytes_per_s + shape.stored * kv_bytes / self.kv_bytes_per_s
+        flops = per_token * shape.tokens + per_logit * shape.due + per_pair * shape.pairs
+        compute = flops / self.flops_per_s
+        seconds = max(memory, compute) + (1 - self.overlap) * min(memory, compute) + self.overhead_s
+        if self.corrections:
+            seconds *= float(np.interp(shape.tokens, *zip(*self.corrections, strict=True)))
+        return seconds
+
+    @cached_property
+    def unit_costs(self) -> tuple[int, int, int, int]:
+        """Bytes of a stored token; FLOPs of a token, of a token's logits, of a pair. `least_work` is their sum."""
+        one = least_work(self.config, self.kv_format, StepShape(0, 0, 1, 0), 0)
+        units = StepShape(1, 0, 0, 0), StepShape(0, 1, 0, 0), StepShape(0, 0, 0, 1)
+        return one.bytes, *(least_work(self.config, self.kv_format, unit, 0).flops for unit in units)
 
     @classmethod
     def of_device(cls, name: str, config: ModelConfig, kv_format: str = "bf16", weight_bytes: float | None = None):
@@ -228,8 +248,9 @@ def fit(records: Records, config: ModelConfig, kv_format: str, weight_bytes: flo
 
     The run should hold prompts as well as decodes, at several batch sizes: what it never did
     cannot be told apart, and stays near a first guess. Minimises the Huber loss of
-    log(predicted / recorded), which a few stalled steps do not bend, then matches the total
-    time of all but the stalled ones. Raises ValueError if fewer steps than numbers were recorded.
+    log(predicted / recorded), which a few stalled steps do not bend, then matches the time of
+    all but the stalled ones: in total, and by `corrections` for every doubling of tokens.
+    Raises ValueError if fewer steps than numbers were recorded.
     """
     shapes, seconds = [shape_of(step) for step in records.steps], torch.tensor(step_seconds(records.steps)).double()
     if len(shapes) < 5:
@@ -250,7 +271,28 @@ def fit(records: Records, config: ModelConfig, kv_format: str, weight_bytes: flo
     scale = float(seconds[usual].sum() / predict(parameters)[usual].sum())
     weights, per_kv_byte, per_flop, overhead = (parameters[:4].exp() * scale).tolist()
     speeds = weight_bytes / weights, 1 / per_kv_byte, 1 / per_flop
-    return CostModel(config, kv_format, weight_bytes, *speeds, overhead, overlap=float(parameters[4].sigmoid()))
+    form = CostModel(config, kv_format, weight_bytes, *speeds, overhead, overlap=float(parameters[4].sigmoid()))
+    return replace(form, corrections=corrections(form, shapes, seconds.tolist()))
+
+
+def corrections(
+    form: CostModel, shapes: Sequence[StepShape], seconds: Sequence[float]
+) -> tuple[tuple[float, float], ...]:
+    """(mean tokens, recorded over predicted time) of the steps of 1 token, of 2 to 3, of 4 to 7 and so on.
+
+    Stalled steps are left out. Few steps say little: with `FEW` of them a factor goes half of its way from 1.
+    """
+    steps = sorted((shape.tokens, taken, form.seconds(shape)) for shape, taken in zip(shapes, seconds, strict=True))
+    found = []
+    for _, same in groupby(steps, key=lambda step: step[0].bit_length()):
+        usual = [step for step in same if step[1] < 2 * step[2]]
+        if usual:
+            tokens, taken, predicted = map(sum, zip(*usual, strict=True))
+            found.append((tokens / len(usual), 1 + (taken / predicted - 1) * len(usual) / (len(usual) + FEW)))
+    return tuple(found)
+
+
+FEW = 4  # steps
 
 
 FAINT = 1e-6  # the pull towards the first guess
