@@ -10,7 +10,7 @@ twice, recycled under its owner, or shared by prompts that differ gives wrong to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -79,6 +79,10 @@ class FakeExecutor:
         self.clock.moment += self.seconds
         # Read after all rows have written: a slot that two rows hold shows now.
         return [self._next(row) for row in plan.rows if row.due]
+
+    def start(self, plan: StepPlan) -> Callable[[], list[list[int]]]:
+        """As `ModelExecutor` has it: what waits for the tokens."""
+        return partial(self.run, plan)
 
     def _write(self, row: Row) -> None:
         slots = self._slots(row)

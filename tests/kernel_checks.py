@@ -16,10 +16,12 @@ from minillm import Engine, SamplingParams
 from minillm.ladder import attention, kernels
 from minillm.ladder import graphs as graphs_module
 from minillm.ladder.attention import SHORT_ROW, RowSpan, StepAttention
+from minillm.ladder.decode import NoCache
 from minillm.ladder.graphs import CudaRecorder, StepGraphs
 from minillm.ladder.quantized import KVStorage
 from minillm.ladder.speculative import NgramProposer, Speculator
-from minillm.model.llama import Llama
+from minillm.model import elementwise, fused, llama
+from minillm.model.llama import Llama, rotation_for
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -168,6 +170,65 @@ def test_the_engine_gives_the_plain_paths_tokens(settings, monkeypatch):
     assert answers[0] == answers[1]
 
 
+# -- between the matrices -----------------------------------------------------------------------
+
+SHAPES = [(4096, 128, 14336), (576, 64, 1536), (36, 12, 40)] if GPU else [(36, 12, 40)]  # hidden, head_dim, inner
+
+
+def apart(rows: int, columns: int, dtype, seed: int) -> torch.Tensor:
+    """Random numbers [rows, columns] whose rows lie in wider ones, the last row zeros."""
+    wide = torch.randn(rows, columns + 5, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    wide[-1:] = 0
+    return wide[:, 2 : 2 + columns]
+
+
+def moved(arguments, move) -> list:
+    """The arguments with each tensor moved, also those in tuples."""
+    return [
+        move(x) if isinstance(x, torch.Tensor) else tuple(moved(x, move)) if isinstance(x, tuple) else x
+        for x in arguments
+    ]
+
+
+def check_fused(function: str, *arguments):
+    """On the device as the plain function computes it in fp32 from the same numbers."""
+    want = getattr(elementwise, function)(*moved(arguments, torch.Tensor.float))
+    got = getattr(fused, function)(*moved(arguments, lambda x: x.to(DEVICE)))
+    for ours, theirs in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, want)), strict=True):
+        assert ours.dtype == arguments[0].dtype and ours.shape == theirs.shape and ours.isfinite().all()
+        if theirs.numel():
+            error = (ours.cpu().float() - theirs).abs().max()
+            assert error <= TOLERANCE[ours.dtype] * theirs.abs().max()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize(("hidden", "head_dim", "inner"), SHAPES)
+def test_fused_steps_as_the_plain_ones(hidden, head_dim, inner, dtype, rows):
+    """Eight query heads and two KV heads, whose q and k are part of a wider row, as the model hands them over."""
+    x, change = apart(rows, hidden, dtype, 1), apart(rows, hidden, dtype, 2)
+    check_fused("add_norm", x, change, torch.rand(hidden).to(dtype), 1e-5)
+    check_fused("gate", apart(rows, 2 * inner, dtype, 3))
+    heads = apart(rows, 12 * head_dim, dtype, 4).unflatten(1, (12, head_dim))[:, :10]  # [N, Hq + Hkv, D]
+    rotation = rotation_for(torch.arange(rows) * 700, torch.logspace(0, -4, head_dim // 2), dtype)
+    for norm in (None, torch.rand(10, head_dim).to(dtype)):
+        check_fused("rotate", heads, rotation, norm, 1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_model_of_fused_steps_gives_the_plain_models_logits(family, monkeypatch):
+    """Qwen3 norms its heads before it rotates them."""
+    config = tiny_config("t-wide", hidden_size=36, model_type=family)
+    tokens = torch.tensor([5, 6, 7, 50])
+    logits = []
+    for device, chosen in (("cpu", elementwise), (DEVICE, fused)):
+        monkeypatch.setattr(llama, "elementwise_for", lambda device, chosen=chosen: chosen)
+        model = Llama(config, random_tensors(config), device)
+        with torch.inference_mode():
+            logits.append(model.forward(*(x.to(device) for x in (tokens, torch.arange(4))), NoCache()).cpu())
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
+
+
 # -- CUDA graphs --------------------------------------------------------------------------------
 
 
@@ -222,6 +283,23 @@ def test_a_padded_replay_gives_the_logits_of_the_forward_it_stands_for(rows, mon
         for ours, theirs in zip(stores(store), stores(plain), strict=True):
             assert torch.allclose(ours[:, :-1].cpu(), theirs[:, :-1], atol=1e-5), "padding was stored in a block"
     assert len(graphs.graphs) == 1 and (GPU or graphs.record.replays == 2)
+
+
+def test_graphs_recorded_before_they_are_needed_store_nothing_and_replay_as_others(monkeypatch):
+    monkeypatch.setattr(graphs_module, "kernels_for", lambda device: kernels)
+    model = model_here(num_hidden_layers=1)
+    store = KVStorage(model.config, "fp32", 5 * 4 + 1, DEVICE)
+    for tensor in stores(store):
+        tensor.zero_()
+    graphs = graphs_for(model, store, most_tokens=2)
+    graphs.record_all()
+    assert set(graphs.graphs) == set(graphs.sizes) == {1, 2}
+    assert all(not tensor[:, :-1].any() for tensor in stores(store)), "padding was stored in a block"
+    step = StepAttention(store, [RowSpan(0, 1, [3])], 4, 20, model.config.query_group, torch.float32)
+    with torch.inference_mode():
+        got = graphs.hidden_states(torch.tensor([7]), step).cpu()
+    want = tiny_model("t4-1", num_hidden_layers=1).hidden_states(torch.tensor([7]), torch.tensor([0]), NoCache())
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
 
 
 def test_an_engine_with_graphs_gives_the_plain_paths_tokens(monkeypatch):

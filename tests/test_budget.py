@@ -8,6 +8,7 @@ from minillm import Engine, ModelConfig
 from minillm.ladder import budget, graphs
 from minillm.ladder.budget import CPU_BYTES, SHARE, default_kv_memory, refuse_too_much, reserved_bytes
 from minillm.ladder.graphs import MOST_TOKENS, graph_sizes, wants_graphs
+from minillm.model import weights
 
 GB = 10**9
 
@@ -57,6 +58,34 @@ def test_out_of_memory_names_a_budget_that_fits(error):
 def test_an_engine_too_large_for_this_machine_says_so():
     with pytest.raises(ValueError, match="does not fit in memory: kv_memory=1,073,741,824, the default here, would"):
         Engine(tiny_model(), kv_memory=1 << 47, block_size=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "refusal"),
+    [("bf16", r"8,030,261,248 weights take 16,060,522,496 bytes in bfloat16, which cuda has 10,000,000,000 free: "
+              r"a model of at most 5,000,000,000 weights would fit"),
+     ("fp32", r"32,121,044,992 bytes in float32, .* a model of at most 2,500,000,000 weights")],
+)
+def test_a_model_too_large_for_its_device_says_what_would_fit(dtype, refusal, cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9 * GB, 80 * GB))
+    with pytest.raises(ValueError, match=refusal):
+        load_too_large(monkeypatch, "llama-3-8b", dtype)
+
+
+def test_weights_that_fit_in_half_the_bytes_are_told_so(cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (17 * GB, 80 * GB))
+    with pytest.raises(ValueError, match=r"in dtype='bf16' or 'fp16' they take 16,060,522,496$"):
+        load_too_large(monkeypatch, "llama-3-8b", "fp32")
+
+
+def load_too_large(monkeypatch, preset: str, dtype: str) -> None:
+    """Load on CUDA, which runs out of memory."""
+
+    def runs_out(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(weights, "Llama", runs_out)
+    weights.load_model(f"random:{preset}", "cuda", dtype)
 
 
 def test_other_errors_are_not_taken_for_it():

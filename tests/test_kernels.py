@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from minillm.ladder import attention
+from minillm.model import elementwise
 
 TESTS = Path(__file__).parent
 
@@ -30,6 +31,9 @@ def test_cards_from_ampere_on_use_the_kernels(capability, choice, monkeypatch):
     chosen = attention.kernels_for.__wrapped__(torch.device("cuda"))
     assert (chosen and chosen.__name__.split(".")[-1]) == choice
     assert attention.kernels_for.__wrapped__(torch.device("cpu")) is None
+    fused = elementwise.elementwise_for(torch.device("cuda"))
+    assert fused.__name__.split(".")[-1] == ("fused" if choice else "elementwise")
+    assert elementwise.elementwise_for(torch.device("cpu")) is elementwise
 
 
 def test_without_triton_everything_imports_and_cuda_takes_the_plain_path():
@@ -38,11 +42,13 @@ import sys
 sys.modules["triton"] = None  # importing it raises ImportError
 import torch, minillm
 from minillm.ladder import attention
+from minillm.model import elementwise
 torch.cuda.get_device_capability = lambda device: (9, 0)
 assert attention.kernels_for(torch.device("cuda")) is None
+assert elementwise.elementwise_for(torch.device("cuda")).__name__.endswith("elementwise")
 import pkgutil
 for module in pkgutil.walk_packages(minillm.__path__, "minillm."):
-    if not module.name.endswith(("kernels", "__main__")):
+    if not module.name.endswith(("kernels", "fused", "__main__")):
         __import__(module.name)
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=TESTS.parent, capture_output=True, text=True)
@@ -73,6 +79,20 @@ def test_the_kernels_compile_for_real_cards(capability):
         compile_for(capability, kernels.store_kernel, new, shape | grouped)
     combine = {key: size for key, size in (shape | tile).items() if key not in ("FORMAT", "GROUP")}
     compile_for(capability, kernels.combine_kernel, {}, combine | {"BLOCK_SPLITS": 8})
+
+
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
+def test_the_fused_steps_compile_for_real_cards(capability):
+    pytest.importorskip("triton", reason="Triton is published for Linux alone")
+    from minillm.model import fused
+
+    types = dict.fromkeys(["x", "change", "weight", "total", "normed", "both", "cos", "sin", "norm"], "*bf16")
+    for kernel, sizes in (
+        (fused.add_norm_kernel, {"H": 4096, "BLOCK": 4096}),
+        (fused.rotate_kernel, {"HEADS": 24, "D": 128, "BLOCK": 128, "HAS_NORM": True}),
+        (fused.gate_kernel, {"INNER": 14336, "BLOCK": fused.COLUMNS}),
+    ):
+        compile_for(capability, kernel, types | {"eps": "fp32"}, sizes)
 
 
 def compile_for(capability: int, kernel, types: dict, constants: dict) -> None:

@@ -1,6 +1,7 @@
 """Measurements: timed after a synchronise, saved with their provenance, refused where they cannot be right."""
 
 import json
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -126,3 +127,23 @@ def test_the_commit_is_this_checkout_s_or_none(monkeypatch):
     assert commit == "" or len(commit.removesuffix("-dirty")) == 40
     monkeypatch.setattr(measurement, "_output", lambda *command: "")
     assert measurement.current_commit() == ""
+
+
+def test_what_was_recorded_does_not_make_a_checkout_dirty(tmp_path, monkeypatch):
+    def git(*words):
+        who = "-c", "user.name=a", "-c", "user.email=a@example.org"
+        subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True)
+
+    module, recorded = tmp_path / "package" / "module.py", tmp_path / "notebooks" / "measurements" / "one.json"
+    for file in (module, recorded):
+        file.parent.mkdir(parents=True)
+        file.write_text("before")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    monkeypatch.setattr(measurement, "__file__", str(module))
+    clean = measurement.current_commit()
+    recorded.write_text("after")
+    assert measurement.current_commit() == clean and len(clean) == 40
+    module.write_text("after")
+    assert measurement.current_commit() == f"{clean}-dirty"

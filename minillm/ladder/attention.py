@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from minillm.model.elementwise import triton_module
+
 SHORT_ROW = 16  # rows with at most this many new tokens share a group; longer ones are computed alone
 CONTEXT_CHUNK = 4096  # stored tokens gathered at a time, so that memory does not grow with the context
 GROUP_SPREAD = 1.5  # the longest context of a group over its shortest, at most (contexts under 64 count as 64)
@@ -141,22 +143,20 @@ def padded_tables(tables: Sequence[Sequence[int]]) -> Tensor:
 
 @cache
 def kernels_for(device: torch.device):
-    """The module `kernels` if it runs on this device: Triton is installed, on CUDA, from Ampere (8.0) on."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-        return None
-    try:
-        from minillm.ladder import kernels
-    except ImportError:  # no Triton for this system
-        return None
-    return kernels
+    """The module `kernels` if it runs on this device, else None."""
+    return triton_module("minillm.ladder.kernels", device)
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Tensors of whole numbers, as int64 on the device: in one transfer, for which nothing waits."""
-    flat = torch.cat([tensor.flatten().long() for tensor in tensors])
-    flat = (flat.pin_memory() if device.type == "cuda" else flat).to(device, non_blocking=True)
+    flat = send(torch.cat([tensor.flatten().long() for tensor in tensors]), device)
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU's, on the device. From pinned memory, since a transfer from other memory makes CUDA wait."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def group_rows(spans: Sequence[RowSpan]) -> list[list[int]]:

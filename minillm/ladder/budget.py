@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
-
 from minillm.model.config import ModelConfig
+from minillm.model.room import free_bytes, is_out_of_memory
 
 CPU_BYTES = 1 << 30  # where memory is not the GPU's own, it is not ours to take
 SHARE = 0.9
@@ -51,19 +50,13 @@ def default_kv_memory(model, max_step_tokens: int, max_due: int, graph_sizes: Se
     return max(0, int(free_bytes(model.device) * SHARE) - reserved)
 
 
-def free_bytes(device: torch.device) -> int:
-    """What a CUDA device can still give: its free memory, and what PyTorch holds of it unused."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
 @contextmanager
 def refuse_too_much(kv_memory: int, usual: int) -> Iterator[None]:
     """While the cache is allocated: turn "out of memory" into a ValueError that names a budget."""
     try:
         yield
-    except RuntimeError as error:  # on a CPU PyTorch has no class of its own for it
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
             raise
         cure = f"kv_memory={usual:,}, the default here, would" if usual < kv_memory else "take less"
         raise ValueError(f"kv_memory of {kv_memory:,} bytes does not fit in memory: {cure}") from error

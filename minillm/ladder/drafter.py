@@ -26,12 +26,13 @@ from safetensors.torch import load
 from torch import Tensor
 from torch.nn import functional as F
 
-from minillm.ladder.attention import StepAttention
+from minillm.ladder.attention import StepAttention, to_device
 from minillm.ladder.continuous import Row
 from minillm.ladder.speculative import DraftModelProposer
 from minillm.model.config import ModelConfig
+from minillm.model.elementwise import rms_norm
 from minillm.model.linear import Packing, make_linear
-from minillm.model.llama import CacheView, DecoderLayer, Llama, WeightReader, rms_norm, rotation_for
+from minillm.model.llama import CacheView, DecoderLayer, Llama, WeightReader, rotation_for
 
 SHAPE = ("hidden_size", "vocab_size", "num_hidden_layers")  # by which a card tells targets apart
 WEIGHTS = Path(__file__).parent.parent / "weights" / "smollm2-135m-instruct-drafter.safetensors"
@@ -110,21 +111,25 @@ class DrafterProposer(DraftModelProposer):
     def _reads(self, row: Row) -> bool:
         return row.num_drafts > 0
 
-    def _feed_drafts(self, rows: Sequence[Row]) -> Tensor:
+    def _catch_up(self, rows: Sequence[Row]) -> Tensor:
+        """A round begins: nothing is guessed yet."""
+        self.guessed = {}
+        return super()._catch_up(rows)
+
+    def _feed_drafts(self, rows: Sequence[Row], number: int, drafts: Tensor) -> Tensor:
         """Keys and values made from a guessed state count for this round only."""
-        logits = super()._feed_drafts(rows)
+        logits = super()._feed_drafts(rows, number, drafts)
         for row in rows:
-            place = row.start + len(row.tokens) + len(row.drafts) - 1
+            place = row.start + len(row.tokens) + number - 1
             self.filled[self._slots(row.request, place, place + 1)] = False
         return logits
 
-    def _logits(self, rows: Sequence[Row], ids: Tensor, cache: StepAttention, last: Tensor) -> Tensor:
+    def _logits(self, rows: Sequence[Row], ids: Tensor, cache: StepAttention) -> Tensor:
         """-> logits [rows, V], of which only the drafter's own ids can be drafted."""
-        if rows[0].drafts:  # all rows of a call stand at the same draft
-            before = torch.stack([self.guessed[id(row)] for row in rows])
-        else:
-            before = self.states[self._slots_before(rows, cache)]
-        x = self.model.forward(ids, cache.positions.to(ids.device), before, cache)[last]
+        known = [] if self.guessed else [self._slots_before(rows, cache)]
+        positions, last, *known = to_device([cache.positions, cache.first + cache.count - 1, *known], ids.device)
+        before = self.states[known[0]] if known else torch.stack([self.guessed[id(row)] for row in rows])  # [N, H]
+        x = self.model.forward(ids, positions, before, cache)[last]
         self.guessed = dict(zip(map(id, rows), x, strict=True))
         logits = x.new_full((len(x), self.vocab_size), -torch.inf)
         logits[:, self.model.ids] = self.model.head(x)
@@ -136,7 +141,7 @@ class DrafterProposer(DraftModelProposer):
         for row, start, count in zip(rows, cache.start.tolist(), cache.count.tolist(), strict=True):
             own = torch.from_numpy(self._slots(row.request, max(start - 1, 0), start + count - 1))
             slots.append(own if start else F.pad(own, (1, 0), value=self.none_before))
-        return torch.cat(slots).to(self.states.device)
+        return torch.cat(slots)
 
 
 def read_card(path: Path = WEIGHTS) -> dict:

@@ -7,6 +7,12 @@ One step, whoever decides and whatever computes:
     news    = scheduler.commit(plan, ..)  tokens appended, finished rows gone, blocks returned
     records, text, events                 written after the commit; they decide nothing but stop strings
 
+A GPU computes while Python goes on. So there the next step is planned and launched as soon as
+one is committed, and the books of the one are written while the other runs:
+
+    host      plan 1, launch | wait | commit 1, plan 2, launch | books 1, events | wait | commit 2, ...
+    device                   | step 1                          | step 2 ...............| step 3
+
 The executor and the clock are the seam between the real engine and a simulated one.
 """
 
@@ -16,7 +22,8 @@ import heapq
 import math
 import operator
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, count
@@ -68,8 +75,19 @@ class Executor(Protocol):
 
         It may run the plan up to `plan.repeats` times more at once, none of them from `plan.until` on, notes in
         `plan.ends` when each run but the last ended, and gives each row as many tokens as it ran.
+
+        An executor whose steps may overlap Python has `start` too: see `ModelExecutor`.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step under way: its plan, what its record begins with, and what waits for its tokens."""
+
+    plan: StepPlan
+    counts: dict
+    wait: Callable[[], list[list[int]]]
 
 
 class ModelExecutor:
@@ -94,9 +112,13 @@ class ModelExecutor:
         if graph_tokens:
             self.graphs = StepGraphs(model, self.storage, block_size, self.scratch_slot, graph_tokens, max_blocks)
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[list[int]]:
-        """One forward over all rows; for each due row one token, or an accepted run."""
+        """For each due row one token, or an accepted run."""
+        return self.start(plan)()
+
+    @torch.inference_mode()
+    def start(self, plan: StepPlan) -> Callable[[], list[list[int]]]:
+        """Launch one forward over all rows, and the sampling; a GPU is then still at it. Returns what waits for it."""
         rows = plan.rows
         proposed = self.proposer.propose(rows) if self.proposer else [None] * len(rows)
         spans = [row.span for row in rows]
@@ -111,11 +133,11 @@ class ModelExecutor:
         logit_rows = torch.tensor(wanted, dtype=torch.long)  # [R]
         logits = self._forward(rows, tokens, cache, logit_rows)  # [R, V]
         if any(row.drafts for row in rows):
-            return verify([rows[b] for b in due], logits, [proposed[b] for b in due])
+            return partial(verify, [rows[b] for b in due], logits, [proposed[b] for b in due])
         requests = [rows[b].request for b in due]
         params, seeds = [r.params for r in requests], [r.seed for r in requests]
         chosen = sample(logits, params, seeds, [r.num_output for r in requests])  # [R]
-        return [[token] for token in chosen.tolist()]
+        return lambda: [[token] for token in chosen.tolist()]
 
     def _forward(self, rows: Sequence[Row], tokens: Tensor, cache: StepAttention, logit_rows: Tensor) -> Tensor:
         """tokens [N], logit_rows [R] -> logits [R, V] on the device: by a recorded graph, or launch by launch."""
@@ -219,6 +241,8 @@ class Engine:
             self.executor = executor or ModelExecutor(
                 model, kv_format, pool.num_blocks, block_size, key_transform, proposer, graph_tokens, max_blocks
             )
+        self.runs_ahead = gpu and executor is None  # a launch returns at once there, and the next may follow early
+        self._launched: Launched | None = None
         self.speculator = speculator
         self.clock = clock or WallClock()
         self.records = Records(records, block_size)
@@ -255,6 +279,8 @@ class Engine:
         A static batch holds an aborted row's memory, as that of any row that has ended, until its longest ends.
         Its last event, with finish_reason "abort", comes with the next step.
         """
+        if request_id in self._requests:
+            self._land_launched()  # which may be its last step
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -284,7 +310,8 @@ class Engine:
 
         With nothing runnable and an arrival ahead it waits for it (in virtual time: jumps to
         it). If the forward raises, the step is undone, every request stays as it was, and
-        the exception goes on to the caller.
+        the exception goes on to the caller. On a GPU the next step is under way when this
+        returns, and a request that is added then joins the one behind it.
         """
         self._advance(until)
         events, self._kept = self._kept, []
@@ -295,33 +322,64 @@ class Engine:
         self._take_arrivals()
         if not self.scheduler.has_work and not self._kept and self._arrivals:
             self.clock.wait_until(self._arrivals[0][0])
-            self._take_arrivals()
-        if self.scheduler.has_work:
-            events = self._run_step(until)  # first: it may raise, and `_kept` must not be read before it
-            self._kept += events
+        if self._launched is None:
+            self._launch(until)
+        self._land_launched(ahead=self.runs_ahead)
 
-    def _run_step(self, until: float | None) -> list[TokenEvent]:
+    def _launch(self, until: float | None = None) -> None:
+        """Plan the next step, if there is anything to do, and where that is possible start it without waiting."""
+        self._take_arrivals()
+        if not self.scheduler.has_work:
+            return
         plan = self.scheduler.plan()
         counts = self.records.planned(plan, self.scheduler, self.clock.now())
         if until is not None and self.tokenizer is None:  # text may end at any token
             plan.repeats = self.scheduler.repeats(plan)
             plan.until = min(until, self._arrivals[0][0]) if self._arrivals else until
+        wait = partial(self.executor.run, plan)
+        if self.runs_ahead:
+            with self._undone_if_it_raises(plan):
+                wait = self.executor.start(plan)
+        self._launched = Launched(plan, counts, wait)
+
+    def _land_launched(self, ahead: bool = False) -> None:
+        """Wait for the step under way, if there is one, commit it, and keep its events.
+
+        ahead: launch the next step before the books are written. Not where a text may
+        contain a stop string: then only the books tell who is in the next step.
+        """
+        if self._launched is None:
+            return
+        step, self._launched = self._launched, None
+        with self._undone_if_it_raises(step.plan):
+            outputs = step.wait()
+        if self.speculator:
+            self.speculator.observe(step.plan.rows, outputs, self.clock.now() - step.counts["start"])
+        taken = self.scheduler.repeat(step.plan, len(step.plan.ends))
+        news, now = self.scheduler.commit(step.plan, outputs), self.clock.now()
         try:
-            outputs = self.executor.run(plan)
+            if ahead and not any(request.params.stop for request, _ in news):
+                self._launch()
+        finally:
+            events = self._report(step, news, now, taken)  # first: `_kept` must not be read before it
+            self._kept += events
+
+    @contextmanager
+    def _undone_if_it_raises(self, plan: StepPlan) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             self.scheduler.cancel(plan)
             raise
-        if self.speculator:
-            self.speculator.observe(plan.rows, outputs, self.clock.now() - counts["start"])
-        taken = self.scheduler.repeat(plan, len(plan.ends))
-        news = self.scheduler.commit(plan, outputs)
+
+    def _report(self, step: Launched, news: list[tuple[Request, list[int]]], now: float, taken) -> list[TokenEvent]:
+        """The text, the records and the events of a step that was committed at `now`; taken: see `Scheduler.repeat`."""
         texts = [""] * len(news)
         if self.tokenizer is not None:
             shown = [self._show(request, tokens) for request, tokens in news]
             news = [(request, tokens) for (request, _), (tokens, _) in zip(news, shown, strict=True)]
             texts = [text for _, text in shown]
-        now = self.clock.now()
-        self.records.committed(counts, now, news, plan, taken)
+        self.records.committed(step.counts, now, news, step.plan, taken)
         return [self._event(request, tokens, text, now) for (request, tokens), text in zip(news, texts, strict=True)]
 
     def _show(self, request: Request, tokens: list[int]) -> tuple[list[int], str]:
@@ -404,6 +462,7 @@ class Engine:
 
     def check_invariants(self) -> None:
         """Raise InvariantError, naming what broke, unless scheduler, pool and tables agree."""
+        self._land_launched()  # rows under way hold blocks for what is not yet stored
         self.scheduler.check_invariants()
 
     # -- making and queueing requests -------------------------------------------------------------

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -78,11 +79,26 @@ class StepGraphs:
         """tokens [N], on the CPU as the step's tables are -> `Llama.hidden_states` [N, H], until the next replay."""
         size = self.sizes[bisect_left(self.sizes, len(tokens))]
         self.fill(size, tokens, step)
-        if size not in self.graphs:
-            self.graphs[size] = self.record(lambda: self.forward(size))
-        replay, x = self.graphs[size]
+        replay, x = self.graph(size)
         replay()
         return x[: len(tokens)]
+
+    def graph(self, size: int) -> tuple[Callable[[], None], Tensor]:
+        """What replays a forward of this size, and where its hidden states [size, H] then lie."""
+        if size not in self.graphs:
+            self.graphs[size] = self.record(partial(self.forward, size))
+        return self.graphs[size]
+
+    @torch.inference_mode()
+    def record_all(self) -> None:
+        """Record every size before anybody waits for it, over padding alone; the largest first, whose memory all share.
+
+        No step may be under way.
+        """
+        for size in reversed(self.sizes):
+            self.inputs.zero_()
+            self.inputs[2 * size : 3 * size] = self.scratch_slot
+            self.graph(size)
 
     def fill(self, size: int, tokens: Tensor, step: StepAttention) -> None:
         """Write a step's inputs, padded, into the buffers."""

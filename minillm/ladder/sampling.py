@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from minillm.ladder.attention import send
 from minillm.ladder.request import SamplingParams
 
 MASK = (1 << 64) - 1
@@ -76,25 +77,29 @@ def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     A greedy row puts everything on its argmax. Filters work on all rows that have them at once,
     so that the work on the device does not grow by launches with the batch.
     """
-    temperature = logits.new_tensor([1.0 if p.greedy else p.temperature for p in params], dtype=torch.float32)
+    temperature = torch.tensor([1.0 if p.greedy else p.temperature for p in params])
+    temperature = send(temperature, logits.device)
     scores, vocabulary = logits.float(), logits.shape[-1]
     # the highest score becomes 0 before the division, which then cannot overflow
     scores = (scores - scores.amax(-1, keepdim=True)) / temperature[:, None]  # [R, V]
     with_k = [row for row, p in enumerate(params) if not p.greedy and p.top_k is not None and p.top_k < vocabulary]
     if with_k:
-        scores[with_k] = keep_top_k(scores[with_k], [params[row].top_k for row in with_k])
+        rows = send(torch.tensor(with_k), logits.device)
+        scores[rows] = keep_top_k(scores[rows], [params[row].top_k for row in with_k])
     with_p = [row for row, p in enumerate(params) if not p.greedy and p.top_p is not None and p.top_p < 1]
     if with_p:
-        scores[with_p] = keep_nucleus(scores[with_p], [params[row].top_p for row in with_p])
+        rows = send(torch.tensor(with_p), logits.device)
+        scores[rows] = keep_nucleus(scores[rows], [params[row].top_p for row in with_p])
     if sure := [row for row, p in enumerate(params) if p.greedy]:
-        only = scores[sure].argmax(-1, keepdim=True)
-        scores[sure] = torch.full_like(scores[sure], -torch.inf).scatter(1, only, 0.0)
+        rows = send(torch.tensor(sure), logits.device)
+        only = scores[rows].argmax(-1, keepdim=True)
+        scores[rows] = torch.full_like(scores[rows], -torch.inf).scatter(1, only, 0.0)
     return scores.softmax(-1)
 
 
 def keep_top_k(scores: Tensor, top_k: Sequence[int]) -> Tensor:
     """scores [R, V] with all below each row's k-th largest masked; ties with it stay."""
-    k = torch.tensor(top_k, device=scores.device)[:, None]
+    k = send(torch.tensor(top_k), scores.device)[:, None]
     kth = scores.topk(max(top_k)).values.gather(1, k - 1)  # [R, 1]
     return scores.masked_fill(scores < kth, -torch.inf)
 
@@ -103,16 +108,20 @@ def keep_nucleus(scores: Tensor, top_p: Sequence[float]) -> Tensor:
     """scores [R, V] with all but the fewest likeliest tokens that reach top_p masked (Holtzman et al., 2020)."""
     ordered, ids = scores.sort(descending=True, stable=True)
     p = ordered.softmax(-1)
-    most = torch.tensor(top_p, dtype=p.dtype, device=p.device)[:, None].clamp_min(torch.finfo(p.dtype).tiny)  # not 0
+    most = send(torch.tensor(top_p, dtype=p.dtype), p.device)[:, None].clamp_min(torch.finfo(p.dtype).tiny)  # not 0
     outside = p.cumsum(-1) - p >= most  # those before it suffice; never true of the first
     return scores.scatter(1, ids, ordered.masked_fill(outside, -torch.inf))
 
 
 def draw(p: Tensor, u: Tensor) -> Tensor:
-    """p [R, V], u [R] in [0, 1) -> ids [R] by inverting the cumulative sum; an id with p = 0 is never drawn."""
+    """p [R, V], u [R] in [0, 1) -> ids [R] by inverting the cumulative sum; an id with p = 0 is never drawn.
+
+    u may still be on the CPU.
+    """
     wide = p.cpu() if p.device.type == "mps" else p  # Apple's GPUs have no fp64
     cumulative = wide.double().cumsum(-1)  # [R, V]
-    point = u.to(wide.device).double()[:, None] * cumulative[:, -1:]
+    u = u if u.device == wide.device else send(u, wide.device)
+    point = u.double()[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, point, right=True)[:, 0].to(p.device)
 
 
@@ -124,7 +133,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int
     ids = greedy(logits)
     rows = [row for row, p in enumerate(params) if not p.greedy]
     if rows:
-        chosen = torch.tensor(rows, device=logits.device)
+        chosen = send(torch.tensor(rows), logits.device)
         u = uniforms([seeds[row] for row in rows], [indices[row] for row in rows])
         ids[chosen] = draw(probabilities(logits[chosen], [params[row] for row in rows]), u)
     return ids

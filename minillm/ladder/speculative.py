@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from minillm.ladder.attention import RowSpan, StepAttention
+from minillm.ladder.attention import RowSpan, StepAttention, send, to_device
 from minillm.ladder.continuous import Row
 from minillm.ladder.quantized import KVStorage, kv_bytes_per_token, native_format
 from minillm.ladder.request import Request
-from minillm.ladder.sampling import ACCEPT, DRAFT, SAMPLE, draw, probabilities, uniform, uniforms
+from minillm.ladder.sampling import ACCEPT, DRAFT, SAMPLE, draw, probabilities, uniforms
 from minillm.model.config import ModelConfig
 from minillm.model.tokenizer import Tokenizer
 
@@ -98,6 +98,7 @@ def verify_sampled(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, u_next: Tens
     return accepted, draw(torch.where(empty, target, residual), u_next[rows, accepted])
 
 
+@torch.inference_mode()
 def verify(rows: Sequence[Row], logits: Tensor, proposed: Sequence[Tensor | None]) -> list[list[int]]:
     """The tokens of each due row. logits [R, V]: after its newest token and after its drafts, row after row.
 
@@ -212,20 +213,26 @@ class DraftModelProposer:
         self.filled = np.zeros(self.scratch, dtype=bool)  # [slots]
 
     def propose(self, rows: Sequence[Row]) -> list[Tensor | None]:
-        """One forward that catches up, over prompts as well; then a short one for each further draft."""
+        """One forward that catches up, over prompts as well; then a short one for each further draft.
+
+        Drafts stay on the device until all are there: it is waited for once.
+        """
         for row in rows:
             if not row.idle:  # what lies in the slots that this step writes is of another token, or of none
                 end = row.start + len(row.tokens) + row.num_drafts
                 self.filled[self._slots(row.request, row.start, end)] = False
         q: dict[int, list[Tensor]] = {id(row): [] for row in rows}
-        reading = [row for row in rows if self._reads(row)]
-        if reading:
-            drafting = [row for row in reading if row.num_drafts]
-            logits = self._catch_up(reading)[[row.num_drafts > 0 for row in reading]]  # [rows, V]
-            while drafting:
-                self._draft(drafting, logits, q)
-                drafting = [row for row in drafting if len(row.drafts) < row.num_drafts]
-                logits = self._feed_drafts(drafting) if drafting else None
+        drafting = [row for row in rows if self._reads(row)]
+        logits = self._catch_up(drafting) if drafting else None  # [rows, V]
+        takers, drafts = [], []  # whose draft each is, and those that each forward gave
+        for place in range(max((row.num_drafts for row in drafting), default=0)):
+            going = [i for i, row in enumerate(drafting) if row.num_drafts > place]
+            drafting, at = [drafting[i] for i in going], send(torch.tensor(going), self.model.device)
+            logits = self._feed_drafts(drafting, place, drafts[-1][at]) if place else logits[at]
+            drafts.append(self._draft(drafting, place, logits, q))
+            takers += drafting
+        for row, draft in zip(takers, torch.cat(drafts).tolist() if drafts else [], strict=True):
+            row.drafts.append(draft)
         return [torch.stack(q[id(row)]) if q[id(row)] else None for row in rows]
 
     def _reads(self, row: Row) -> bool:
@@ -245,48 +252,52 @@ class DraftModelProposer:
             filled = self.filled[self._slots(row.request, 0, row.start)]
             starts.append(row.start if filled.all() else int(filled.argmin()))
             tokens.append(row.request.tokens[starts[-1] : row.start + len(row.tokens)])
-        return self._feed(rows, starts, tokens)
+        ids = torch.tensor([token for own in tokens for token in own])
+        return self._feed(rows, starts, list(map(len, tokens)), send(ids, self.model.device))
 
-    def _feed_drafts(self, rows: Sequence[Row]) -> Tensor:
-        """Feed each row's newest draft -> logits after it [rows, V]."""
-        starts = [row.start + len(row.tokens) + len(row.drafts) - 1 for row in rows]
-        return self._feed(rows, starts, [row.drafts[-1:] for row in rows])
+    def _feed_drafts(self, rows: Sequence[Row], number: int, drafts: Tensor) -> Tensor:
+        """Feed each row's newest draft, of `number` that it has [rows] -> logits after it [rows, V]."""
+        starts = [row.start + len(row.tokens) + number - 1 for row in rows]
+        return self._feed(rows, starts, [1] * len(rows), drafts)
 
-    def _feed(self, rows: Sequence[Row], starts: Sequence[int], tokens: Sequence[list[int]]) -> Tensor:
-        """Feed each row's tokens from its start on -> logits after its last [rows, V of the target]."""
+    def _feed(self, rows: Sequence[Row], starts: Sequence[int], counts: Sequence[int], ids: Tensor) -> Tensor:
+        """Feed each row so many tokens from its start on, ids [N] of all -> logits after its last [rows, V]."""
         spans = [
-            RowSpan(start, len(own), row.request.block_table)
-            for row, start, own in zip(rows, starts, tokens, strict=True)
+            RowSpan(start, number, row.request.block_table)
+            for row, start, number in zip(rows, starts, counts, strict=True)
         ]
-        config, device = self.model.config, self.model.device
         cache = StepAttention(
-            self.storage, spans, self.block_size, self.scratch, config.query_group, self.model.dtype
+            self.storage, spans, self.block_size, self.scratch, self.model.config.query_group, self.model.dtype
         )
-        ids = torch.tensor([token for own in tokens for token in own], device=device)  # [N]
-        logits = self._logits(rows, ids, cache, (cache.first + cache.count - 1).to(device))
+        logits = self._logits(rows, ids, cache)
         for row, span in zip(rows, spans, strict=True):  # a draft's too, which counts should it be accepted
             self.filled[self._slots(row.request, span.start, span.start + span.count)] = True
         return logits
 
-    def _logits(self, rows: Sequence[Row], ids: Tensor, cache: StepAttention, last: Tensor) -> Tensor:
-        """ids [N] of all rows -> logits [rows, V of the target] at `last` [rows]."""
+    def _logits(self, rows: Sequence[Row], ids: Tensor, cache: StepAttention) -> Tensor:
+        """ids [N] of all rows -> logits after each row's last [rows, V of the target]."""
         own_size = self.model.config.vocab_size
+        positions, last = to_device([cache.positions, cache.first + cache.count - 1], ids.device)
         # ids that only one of the two has are padding: never proposed, and read as any other
-        logits = self.model.forward(ids.clamp(max=own_size - 1), cache.positions.to(ids.device), cache, last)
+        logits = self.model.forward(ids.clamp(max=own_size - 1), positions, cache, last)
         missing = max(0, self.vocab_size - own_size)
         return F.pad(logits[:, : self.vocab_size], (0, missing), value=-torch.inf)
 
-    def _draft(self, rows: Sequence[Row], logits: Tensor, q: dict[int, list[Tensor]]) -> None:
-        """Choose or draw a draft for each row from logits [rows, V], as the request's own parameters say."""
-        best = logits.argmax(-1).tolist()
-        for row, own, likeliest in zip(rows, logits, best, strict=True):
-            params, place = row.request.params, row.request.num_output + len(row.drafts)
-            if params.greedy:
-                row.drafts.append(likeliest)
-                continue
-            q[id(row)].append(probabilities(own[None], [params])[0])
-            u = torch.tensor([uniform(row.request.seed, place, DRAFT)], dtype=torch.float64, device=logits.device)
-            row.drafts.append(int(draw(q[id(row)][-1][None], u)))
+    def _draft(self, rows: Sequence[Row], place: int, logits: Tensor, q: dict[int, list[Tensor]]) -> Tensor:
+        """Choose or draw each row's draft from logits [rows, V], as the request's own parameters say -> ids [rows].
+
+        place: of these among a row's drafts. q: takes what was drawn from.
+        """
+        ids = logits.argmax(-1)
+        drawing = [i for i, row in enumerate(rows) if not row.request.params.greedy]
+        if drawing:
+            at, requests = send(torch.tensor(drawing), logits.device), [rows[i].request for i in drawing]
+            p = probabilities(logits[at], [request.params for request in requests])
+            places = [request.num_output + place for request in requests]
+            ids[at] = draw(p, uniforms([request.seed for request in requests], places, DRAFT))
+            for i, own in zip(drawing, p, strict=True):
+                q[id(rows[i])].append(own)
+        return ids
 
 
 class ReplayProposer:

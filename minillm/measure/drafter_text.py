@@ -20,7 +20,7 @@ from minillm.ladder.continuous import Row
 from minillm.ladder.engine import Engine
 from minillm.ladder.request import SamplingParams
 from minillm.ladder.speculative import Speculator
-from minillm.model.llama import rms_norm
+from minillm.model.elementwise import rms_norm
 
 # Prompts are every form with every topic: our own words, and none of those that anything is measured on.
 FORMS = (

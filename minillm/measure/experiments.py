@@ -95,6 +95,7 @@ EXPERIMENTS = {
         Experiment("cures", traffic.cures, "symptom, cure, before and after", ("F6",), 5),
         Experiment("disaggregation", traffic.disaggregation, "prefill and decoding apart", ("F7",), 3),
         Experiment("worked_example", traffic.worked_example, "8B on one A100", ("G1", "G2", "G3"), 3),
+        Experiment("worked_example_here", traffic.worked_example_here, "the same three set-ups on this device", (), 10),
     )
 }
 

@@ -116,8 +116,9 @@ class Measurement:
         self.check()
         path = measurement_path(self.provenance.device, self.experiment, root)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        return path
+        partial = path.with_suffix(".partial")  # whoever is stopped while writing leaves the old file, or none
+        partial.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        return partial.replace(path)
 
     @classmethod
     def load(cls, device: str, experiment: str, root: Path = MEASUREMENTS) -> Measurement:
@@ -195,11 +196,17 @@ def driver_version(device: str | torch.device) -> str:
 
 
 def current_commit() -> str:
-    """The commit of this package's own checkout, "-dirty" if files differ from it; "" if it is not in one."""
+    """The commit of this package's own checkout, "-dirty" if files differ from it; "" if it is not in one.
+
+    Recorded measurements may differ: they are what a commit has made, and the next must not call it dirty.
+    """
     here = Path(__file__)
-    if not _output("git", "-C", here.parent, "ls-files", here.name):  # installed into another project's folder
+    git = "git", "-C", here.parent
+    if not _output(*git, "ls-files", here.name):  # installed into another project's folder
         return ""
-    return _output("git", "-C", here.parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    code = ":(top)", ":(top,exclude)notebooks/measurements"
+    changed = _output(*git, "status", "--porcelain", "--untracked-files=no", "--", *code)
+    return _output(*git, "rev-parse", "HEAD") + ("-dirty" if changed else "")
 
 
 def _output(*command) -> str:

@@ -332,16 +332,18 @@ def mixed_and_pools(cost: CostModel, items: Sequence[WorkItem], gpus: int = 4, f
 
 def worked_example_here(
     model, name: str, requests: int = 32, context: int = 96, answer: int = 32, static_batch: int = 4, fit: int = 8,
-    price_per_hour: float = 0.1,
+    price_per_hour: float = 0.1, kv_memory: int | None = None,
 ) -> Measurement:
     """The articles' three setups at this machine's scale, in one byte budget that holds so many full contexts.
 
+    kv_memory: that budget in bytes, in place of `fit`.
     A closed loop of as many clients as fit (twice the batch for the static one, whose queue
     is part of it); every prompt is computed.
     """
     chapters.warm_up(model)
     native = native_format(model.dtype)
-    memory = fit * context * kv_bytes_per_token(model.config, native)
+    memory = kv_memory or fit * context * kv_bytes_per_token(model.config, native)
+    fit = blocks_fit(model.config, memory, context, native)
     rows = []
     for setup, kv_format, clients, settings in (
         (f"static batch of {static_batch}", native, 2 * static_batch,

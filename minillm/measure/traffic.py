@@ -1,4 +1,4 @@
-"""Experiments of parts B9, F and G: whole services in virtual time, an 8B model on A100s.
+"""Experiments of parts B9, F and G: whole services in virtual time, an 8B model on A100s; the last one for real.
 
 The engine, its scheduler and its pool are the real ones; a step takes what `virtual.py` says
 it would. So the figures are predictions from a data sheet, and are labelled as such; the
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from minillm.ladder.engine import Engine
 from minillm.ladder.records import Records, RequestRecord
-from minillm.measure import fleet, metrics
+from minillm.measure import fleet, metrics, service
 from minillm.measure.capacity import GB, capacity
 from minillm.measure.measurement import VIRTUAL, Measurement, provenance
 from minillm.measure.service import in_ms, percentiles
@@ -236,3 +236,15 @@ def worked_example(setting: Setting) -> Measurement:
     rows = worked_example_rows(requests=setting.size(220, None), prompts_received=True, scale=setting.size(0.1, 1.0),
                                price_per_hour=PRICE)
     return simulated("worked_example", [{**row, "price_per_hour": PRICE} for row in rows], setting)
+
+
+def worked_example_here(setting: Setting) -> Measurement:
+    """The same three set-ups on this device, every prompt computed. On a GPU with the articles' lengths and memory:
+    60 GB for keys and values, which hold 111 contexts of an 8B model in 16 bits."""
+    sizes = setting.size(
+        {"requests": 8, "context": 48, "answer": 12, "static_batch": 2, "fit": 4},
+        {},
+        {"requests": 440, "context": 4096, "answer": 300, "static_batch": 8, "kv_memory": 60 * 10**9,
+         "price_per_hour": PRICE},
+    )
+    return service.worked_example_here(setting.timed_model, setting.timed_name, **sizes)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minillm.model.config import ModelConfig
+from minillm.model.elementwise import Rotation, elementwise_for, rms_norm
 from minillm.model.linear import Packing, make_linear
 
 
@@ -90,12 +91,15 @@ class Llama:
 
 
 class DecoderLayer:
-    """Attention and a gated feed-forward network, each added to the residual stream."""
+    """Attention and a gated feed-forward network, each added to the residual stream.
+
+    What stands between its matrices is plain PyTorch, or on a GPU the same in a few kernels: `elementwise`.
+    """
 
     LINEARS = ("qkv", "output", "gate_up", "down")
 
     def __init__(self, config: ModelConfig, take: WeightReader, index: int) -> None:
-        self.config = config
+        self.config, self.elementwise = config, elementwise_for(take.device)
         hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
         q_rows, kv_rows = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
         at = f"model.layers.{index}."
@@ -106,40 +110,33 @@ class DecoderLayer:
         self.down = take.linear({f"{at}mlp.down_proj": hidden}, inner, config.mlp_bias)
         self.attention_norm = take.tensor(f"{at}input_layernorm.weight", hidden)  # [H]
         self.mlp_norm = take.tensor(f"{at}post_attention_layernorm.weight", hidden)  # [H]
+        self.head_norm = None
         if config.has_qk_norm:
-            self.q_norm = take.tensor(f"{at}self_attn.q_norm.weight", head_dim)  # [D]
-            self.k_norm = take.tensor(f"{at}self_attn.k_norm.weight", head_dim)  # [D]
+            heads = ("q", config.num_attention_heads), ("k", config.num_key_value_heads)
+            norms = [take.tensor(f"{at}self_attn.{name}_norm.weight", head_dim).expand(n, -1) for name, n in heads]
+            self.head_norm = torch.cat(norms)  # [Hq + Hkv, D]
 
     @property
     def linears(self) -> tuple:
         return tuple(getattr(self, name) for name in self.LINEARS)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: CacheView, index: int) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, cache: CacheView, index: int) -> Tensor:
         """x [N, H] -> [N, H]."""
         eps = self.config.rms_norm_eps
         q, k, v = self.project(rms_norm(x, self.attention_norm, eps), rotation)
         attended = cache.attend(index, q, k, v)  # [N, Hq, D]
-        x = x + self.output(attended.flatten(1))  # [N, H]
-        gate, up = self.gate_up(rms_norm(x, self.mlp_norm, eps)).chunk(2, dim=-1)  # two of [N, inner]
-        return x + self.down(F.silu(gate) * up)  # [N, H]
+        x, normed = self.elementwise.add_norm(x, self.output(attended.flatten(1)), self.mlp_norm, eps)  # two of [N, H]
+        return x + self.down(self.elementwise.gate(self.gate_up(normed)))  # [N, H]
 
-    def project(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """x [N, H] -> q [N, Hq, D] and k [N, Hkv, D], both rotated, and v [N, Hkv, D]."""
         config = self.config
         q_heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         heads = self.qkv(x).view(len(x), q_heads + 2 * kv_heads, config.head_dim)  # [N, Hq + 2 Hkv, D]
         q_and_k, v = heads.split((q_heads + kv_heads, kv_heads), dim=1)
-        if config.has_qk_norm:
-            q, k = q_and_k.split((q_heads, kv_heads), dim=1)
-            eps = config.rms_norm_eps
-            q_and_k = torch.cat((rms_norm(q, self.q_norm, eps), rms_norm(k, self.k_norm, eps)), dim=1)
-        q, k = rotate(q_and_k, rotation).split((q_heads, kv_heads), dim=1)
+        rotated = self.elementwise.rotate(q_and_k, rotation, self.head_norm, config.rms_norm_eps)
+        q, k = rotated.split((q_heads, kv_heads), dim=1)
         return q, k, v
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale the last axis of x to unit root mean square, then by weight (Zhang and Sennrich, 2019)."""
-    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
@@ -158,22 +155,12 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
     return keep * frequencies + (1 - keep) * frequencies / s["factor"]
 
 
-def rotation_for(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """positions [N] -> cosines and signed sines, each [N, 1, D], for `rotate`."""
+def rotation_for(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Rotation:
+    """positions [N] -> cosines and signed sines, each [N, 1, D], for `elementwise.rotate`."""
     angles = positions[:, None].float() * frequencies  # [N, D / 2], fp32: bf16 cannot count to 8,192
     sines = angles.sin()
     cos, sin = angles.cos().repeat(1, 2), torch.cat((-sines, sines), dim=-1)  # [N, D]
     return cos[:, None].to(dtype), sin[:, None].to(dtype)
-
-
-def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate x [N, heads, D], pairing dimension i with i + D/2 as transformers does.
-
-    (a, b) becomes (a cos - b sin, b cos + a sin): rolling by half a head swaps a and b,
-    and the sign waits in the sine.
-    """
-    cos, sin = rotation
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 class WeightReader:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor
 from minillm.model.config import ModelConfig, as_ids
 from minillm.model.gguf_file import GGUFFile
 from minillm.model.llama import Llama
+from minillm.model.room import refuse_large_weights
 from minillm.model.source import DEFAULT, ModelNotFound, locate
 from minillm.model.tokenizer import load_tokenizer
 
@@ -44,17 +46,20 @@ def load_model(
     `ModelConfig.preset` with weights drawn from `seed`.
     device: "auto" takes CUDA, then Apple's MPS, then the CPU.
     dtype: "fp32", "bf16", "fp16"; "auto" is fp32, or on CUDA bf16 (fp16 before Ampere).
-    Raises ValueError for an unknown name or an unsupported model, ModelNotFound for missing files.
+    Raises ValueError for an unknown name, an unsupported model, or one that does not fit in memory,
+    ModelNotFound for missing files.
     """
     device = _choose_device(device)
     dtype = _choose_dtype(dtype, device)
     if os.fspath(name).startswith(RANDOM):
         config = ModelConfig.preset(os.fspath(name).removeprefix(RANDOM))
-        return Llama(config, RandomTensors(config, device, dtype, seed), device, dtype)
-    path = locate(name)
-    config, tensors = _read_gguf(path) if path.is_file() else _read_directory(path)
-    log.info("%s: a text ends at any of the ids %s", name, config.eos_token_id)
-    return Llama(config, tensors, device, dtype)
+        tensors = RandomTensors(config, device, dtype, seed)
+    else:
+        path = locate(name)
+        config, tensors = _read_gguf(path) if path.is_file() else _read_directory(path)
+        log.info("%s: a text ends at any of the ids %s", name, config.eos_token_id)
+    with refuse_large_weights(sum(map(math.prod, tensor_shapes(config).values())), dtype, device):
+        return Llama(config, tensors, device, dtype)
 
 
 class SafetensorsDirectory(Mapping[str, Tensor]):

@@ -127,11 +127,12 @@ show_source(StaticBatching)
 show_source(Scheduler._plan_decodes)
 
 # %% [markdown]
-# One step then runs like this: lay the rows end to end, one forward pass, one token for each row that is due. (Drafts
-# belong to chapter 6; until then there are none.)
+# One step then runs like this: lay the rows end to end, one forward pass, one token for each row that is due. What
+# is returned waits for the tokens: a GPU computes while Python goes on. (Drafts belong to chapter 6; until then there
+# are none.)
 
 # %%
-show_source(ModelExecutor.run)
+show_source(ModelExecutor.start)
 
 # %% [markdown]
 # ## The same tokens
