@@ -58,8 +58,10 @@ def _measure(arguments) -> int:
     from minillm.show.tables import text_table
 
     if arguments.list:
-        rows = [{"name": e.name, "claims": " ".join(e.claims), "about": e.about} for e in EXPERIMENTS.values()]
-        print(text_table(rows, {"name": "experiment", "claims": "claims", "about": "what it shows"}))
+        rows = [{"name": e.name, "seconds": e.seconds, "claims": " ".join(e.claims), "about": e.about}
+                for e in EXPERIMENTS.values()]
+        print(text_table(rows, {"name": "experiment", "seconds": "--quick takes s", "claims": "claims",
+                                "about": "what it shows"}))
         return 0
     if arguments.save and (arguments.quick or arguments.out):
         raise ValueError("--save is for full sizes, in their own place: leave out --quick and --out")
