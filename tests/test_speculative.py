@@ -3,6 +3,7 @@
 import itertools
 import random
 from copy import deepcopy
+from statistics import median
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tiny import random_tensors, tiny_config, tiny_model
 
 from minillm import Engine, SamplingParams, metrics
 from minillm.ladder.attention import RowSpan, StepAttention
+from minillm.ladder.continuous import Row
 from minillm.ladder.decode import NoCache, decode_cached
 from minillm.ladder.drafter import DrafterProposer
 from minillm.ladder.sampling import probabilities
@@ -299,22 +301,61 @@ def test_prompt_lookup_finds_the_latest_earlier_occurrence():
     assert index.continuation([*text, 9, 4], 3) == [1, 2, 3]
 
 
-def test_step_cost_learns_a_straight_line():
+def test_step_cost_is_the_median_of_what_was_seen_and_a_line_elsewhere():
     cost = StepCost()
-    for tokens in (1, 8, 1, 8, 4):
-        cost.add(tokens, 0.010 + 0.002 * tokens)
-    assert cost.seconds(16) == pytest.approx(0.042, rel=1e-6)
+    for k in (0, 2, 2, 2, 0, 0):
+        cost.add(k, 0.010 + 0.002 * k)
+    cost.add(2, 0.5)  # one step that something else held up
+    assert cost.seconds(2) == pytest.approx(0.014) and cost.seconds(7) == pytest.approx(0.024)
+    for _ in range(StepCost.RECENT):
+        cost.add(2, 0.030)  # what is old counts no more
+    assert cost.seconds(2) == pytest.approx(0.030)
 
 
-def test_adaptive_drafting_stops_where_rows_cost_more_than_they_give():
-    speculator = Speculator(ReplayProposer(ANSWERS, lambda i: False), 4, adaptive=True)
-    speculator.cost.add(1, 0.01), speculator.cost.add(9, 0.09)  # a step is as long as its tokens are many
-    speculator.acceptance = 0.1
-    assert speculator.draft_length(8) == 0
-    speculator.acceptance = 1.0
-    speculator.cost = StepCost()
-    speculator.cost.add(1, 0.01), speculator.cost.add(9, 0.0101)  # drafts are nearly free
-    assert speculator.draft_length(8) == 4
+def lengths_chosen(accepts: float, draft_costs: float, batch: int = 8, steps: int = 400) -> list[int]:
+    """The adaptive k of each step, where drafts are right with a chance and each makes the step so much longer."""
+    draw, speculator = random.Random(1), Speculator(NgramProposer(), 6, adaptive=True)
+    chosen = []
+    for _ in range(steps):
+        k = speculator.draft_length(batch)
+        rows = [Row(request=None, start=9, end=10, due=True, num_drafts=k) for _ in range(batch)]
+        right = [next((i for i in range(k) if draw.random() >= accepts), k) for _ in rows]
+        speculator.observe(rows, [[1] * (count + 1) for count in right], 1.0 + draft_costs * k)
+        chosen.append(k)
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("accepts", "draft_costs", "best"),
+    [(0.0, 0.05, 0), (0.9, 0.0, 6), (0.3, 0.4, 0), (0.5, 0.3, 1), (0.8, 0.15, 5), (0.05, 1.0, 0)],
+)
+def test_the_adaptive_length_finds_the_best_one_and_costs_little_on_the_way(accepts, draft_costs, best):
+    def tokens_per_second(k):
+        return sum(accepts**i for i in range(k + 1)) / (1 + draft_costs * k)
+
+    chosen = lengths_chosen(accepts, draft_costs)[50:]
+    assert tokens_per_second(best) == max(map(tokens_per_second, range(7)))
+    seconds = sum(1 + draft_costs * k for k in chosen)
+    tokens = sum(tokens_per_second(k) * (1 + draft_costs * k) for k in chosen)
+    assert tokens / seconds > 0.95 * tokens_per_second(best)
+
+
+def test_the_adaptive_length_notices_that_text_and_load_have_changed():
+    speculator, chosen = Speculator(NgramProposer(), 4, adaptive=True), []
+    for step in range(1200):
+        k = speculator.draft_length(4)
+        right = k if 400 <= step < 800 else 0  # nothing, then everything, then nothing is guessed
+        rows = [Row(request=None, start=9, end=10, due=True, num_drafts=k) for _ in range(4)]
+        speculator.observe(rows, [[1] * (right + 1)] * 4, 1.0 + 0.1 * k)
+        chosen.append(k)
+    assert [median(chosen[end - 100 : end]) for end in (400, 800, 1200)] == [0, 4, 0]
+
+
+def test_steps_that_read_prompts_teach_nothing_of_what_drafts_cost():
+    speculator = Speculator(NgramProposer(), 4, adaptive=True)
+    decoding, reading = Row(None, 9, 10, True, num_drafts=1), Row(None, 0, 7, False)
+    speculator.observe([decoding, reading], [[1]], 5.0)
+    assert not speculator.costs and speculator.acceptance[0] < 0.5
 
 
 def test_a_draft_model_serves_one_engine():

@@ -65,11 +65,12 @@ class Drafter:
     def forward(self, tokens: Tensor, positions: Tensor, before: Tensor, cache: CacheView) -> Tensor:
         """tokens [N], positions [N], before [N, H]: the state before each -> a guess at the state behind it [N, H].
 
-        States are as the head is shown them: after the target's final norm.
+        States are as the head is shown them: after the target's final norm, whose weights are undone
+        here, so that both inputs are of size 1.
         """
         embedded = F.embedding(tokens, self.target.embedding)  # [N, H]
         scaled = F.rms_norm(embedded, embedded.shape[-1:], eps=self.config.rms_norm_eps)
-        x = self.fuse(torch.cat((before, scaled), dim=-1))
+        x = self.fuse(torch.cat((before / self.target.norm, scaled), dim=-1))
         rotation = rotation_for(positions, self.target.inverse_frequencies, self.dtype)
         return self.norm(self.layer.forward(x, rotation, cache, 0))
 

@@ -17,7 +17,9 @@ and kept over drafts verified. Tokens per round: those and the target's own one.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median_low
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -338,62 +340,70 @@ class Speculator:
         if draft_length < 1:
             raise ValueError(f"draft_length {draft_length} would never draft; leave the speculator out instead")
         self.proposer, self.most, self.adaptive = proposer, draft_length, adaptive
-        self.cost, self.acceptance, self.undrafted = StepCost(), HOPE, 0
+        self.acceptance = [HOPE] * draft_length  # by place in the round, where those before it were accepted
+        self.costs: dict[int, StepCost] = {}  # by batch: 1, 2 to 3, 4 to 7, ...
+        self.turn = 0
 
     def draft_length(self, batch: int) -> int:
         """k for a step in which `batch` rows decode.
 
-        Adaptive: the k with the most tokens per second, as far as acceptance and step cost
-        are known: with acceptance a, k drafts give 1 + a + ... + a^k tokens, and a step of
-        batch (k + 1) tokens costs what such steps cost lately. Steps that draft nothing
-        teach nothing of acceptance, so now and then one drafts all the same: so seldom that
-        it costs `PROBE_SHARE` of the time.
+        Adaptive: the k with the most tokens per second, as far as acceptance and step times are
+        known. Nothing is known of a k that is never tried, and what was known grows old. So a
+        batch of a new size begins with a few set lengths, and later one step in `PROBE_EVERY`
+        tries no drafts, one fewer or one more than seems best.
         """
         if not self.adaptive:
             return self.most
+        cost = self.costs.setdefault(batch.bit_length(), StepCost())
+        if cost.steps < len(FIRST_LENGTHS):
+            return min(FIRST_LENGTHS[cost.steps], self.most)
+        best = max(range(self.most + 1), key=lambda k: self.expected_tokens(k) / cost.seconds(k))
+        self.turn += 1
+        if self.turn % PROBE_EVERY:
+            return best
+        others = (best + 1, best - 1, 0)
+        return min(max(others[self.turn // PROBE_EVERY % len(others)], 0), self.most)
 
-        def seconds(k: int) -> float:
-            return self.cost.seconds(batch * (k + 1))
-
-        best = max(range(self.most + 1), key=lambda k: sum(self.acceptance**i for i in range(k + 1)) / seconds(k))
-        self.undrafted = 0 if best else self.undrafted + 1
-        if self.undrafted * PROBE_SHARE * seconds(0) > seconds(1) - seconds(0) and self.undrafted > PROBE_AFTER:
-            self.undrafted, best = 0, 1
-        return best
+    def expected_tokens(self, k: int) -> float:
+        """Of a round that asks for k drafts: the target's own, and every draft that all before it lead to."""
+        return 1.0 + sum(np.cumprod(self.acceptance[:k]).tolist())
 
     def observe(self, rows: Sequence[Row], outputs: Sequence[Sequence[int]], seconds: float) -> None:
-        """Learn from a step: what its tokens cost, a prompt's too, and how many drafts were accepted."""
-        self.cost.add(sum(row.span.count for row in rows), seconds)
-        for row, output in zip([row for row in rows if row.due], outputs, strict=True):
-            tries = min(len(output), len(row.drafts))  # drafts up to the first rejected one, which is a try too
-            for i in range(tries):
-                self.acceptance += LEARNING_RATE * ((i < len(output) - 1) - self.acceptance)
+        """Learn from a step how many drafts were accepted, and, if it read no prompts, what it cost.
+
+        A draft that was asked for and not made counts as one that was rejected.
+        """
+        due = [row for row in rows if row.due]
+        for row, output in zip(due, outputs, strict=True):
+            for place in range(min(row.num_drafts, len(output))):
+                accepted = place < len(output) - 1
+                self.acceptance[place] += LEARNING_RATE * (accepted - self.acceptance[place])
+        if due and all(row.end - row.start == 1 for row in rows):
+            cost = self.costs.setdefault(len(due).bit_length(), StepCost())
+            cost.add(max(row.num_drafts for row in due), seconds)
 
 
-HOPE, LEARNING_RATE = 0.5, 0.05  # the acceptance of the first draft, and how fast later ones change it
-PROBE_SHARE, PROBE_AFTER = 0.02, 16
+HOPE, LEARNING_RATE = 0.5, 0.05  # the acceptance of drafts never tried, and how fast those that were change it
+FIRST_LENGTHS, PROBE_EVERY = (1, 0, 1, 0), 20  # 1 twice: at its first drafts a drafter has prompts to read
 
 
 class StepCost:
-    """A step's seconds as a + b · tokens, fitted by least squares to recent steps."""
+    """A decode step's seconds by the number of drafts k: the median of the last few, or a line where none was tried."""
 
-    FORGET = 0.98  # a step's weight when the next one comes
+    RECENT = 5
 
     def __init__(self) -> None:
-        self.n = self.x = self.y = self.xx = self.xy = 0.0
+        self.steps, self.recent = 0, {}
 
-    def add(self, tokens: int, seconds: float) -> None:
+    def add(self, k: int, seconds: float) -> None:
         """Take in one step."""
-        for name, value in (("n", 1.0), ("x", tokens), ("y", seconds), ("xx", tokens**2), ("xy", tokens * seconds)):
-            setattr(self, name, getattr(self, name) * self.FORGET + value)
+        self.steps += 1
+        self.recent.setdefault(k, deque(maxlen=self.RECENT)).append(seconds)
 
-    def seconds(self, tokens: int) -> float:
-        """What a step of so many tokens should cost; more tokens never cost less.
-
-        As long as all steps had one size, cost is taken to be in proportion to tokens: drafts look dear until known.
-        """
-        spread = self.n * self.xx - self.x**2
-        if spread <= 1e-9 * self.xx:
-            return max(tokens * self.y / max(self.x, 1e-9), 1e-9)
-        slope = max(0.0, (self.n * self.xy - self.x * self.y) / spread)
-        return max((self.y + slope * (self.n * tokens - self.x)) / max(self.n, 1e-9), 1e-9)
+    def seconds(self, k: int) -> float:
+        """What a step with k drafts a row should cost; more drafts never cost less than none."""
+        known = {tried: median_low(times) for tried, times in sorted(self.recent.items())}
+        if k in known:
+            return known[k]
+        slope, plain = np.polyfit(list(known), list(known.values()), 1) if len(known) > 1 else (0.0, *known.values())
+        return float(plain + max(slope, 0.0) * k)

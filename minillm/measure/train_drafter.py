@@ -36,7 +36,7 @@ from minillm.model.source import DEFAULT, locate
 from minillm.model.tokenizer import load_tokenizer
 from minillm.model.weights import SafetensorsDirectory, load_model
 
-FUSE_SHARE = 0.02  # of the learning rate
+WARM_UP = 50  # steps in which the learning rate rises: the layer is silent at first, and Adam's steps know no size
 
 
 class CausalAttention:
@@ -90,9 +90,10 @@ def first_tensors(model, texts: Texts, ids: int) -> dict[str, Tensor]:
     squares, products = torch.zeros(size, size), torch.zeros(size, size // 2)
     for tokens, states, _ in texts.training:
         embedded = F.rms_norm(model.embedding[tokens], (size // 2,), eps=model.config.rms_norm_eps)
-        x = torch.cat((F.pad(states.float(), (0, 0, 1, 0))[:-1], embedded), dim=1)  # [T, 2 H]
+        states = states.float() / model.norm  # without the final norm's weights, as `Drafter` reads them
+        x = torch.cat((F.pad(states, (0, 0, 1, 0))[:-1], embedded), dim=1)  # [T, 2 H]
         squares += x.T @ x
-        products += x.T @ (states.float() / model.norm)  # without the final norm's weights, which `Drafter` applies
+        products += x.T @ states
     ridge = 1e-3 * squares.diagonal().mean() * torch.eye(size)
     return tensors | {
         "fuse.weight": torch.linalg.solve(squares + ridge, products).T.contiguous(), "ids": texts.frequent_ids(ids)
@@ -108,15 +109,15 @@ def trainable(drafter: Drafter) -> dict[str, Tensor]:
 
 
 def train(
-    model, texts: Texts, folder: Path, steps: int, seed: int, ids: int, most: float = 5e-4
+    model, texts: Texts, folder: Path, steps: int, seed: int, ids: int, half: bool, most: float = 5e-4
 ) -> tuple[Drafter, dict]:
-    """AdamW over `steps` batches, with a warm-up and a cosine; continues from the checkpoint in `folder`."""
+    """AdamW over `steps` batches, with a warm-up and a cosine; continues from the checkpoint in `folder`.
+
+    half: whether to multiply in bf16; the weights stay in fp32.
+    """
     drafter = Drafter(model, first_tensors(model, texts, ids), packed=False)
     weights = trainable(drafter)
-    fuse = weights["fuse"]  # solved for already, and over states that are far larger than 1: small steps
-    groups = [{"params": [w.requires_grad_() for w in weights.values() if w is not fuse], "share": 1.0},
-              {"params": [fuse.requires_grad_()], "share": FUSE_SHARE}]
-    optimizer = torch.optim.AdamW(groups, lr=most, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW([w.requires_grad_() for w in weights.values()], lr=most, betas=(0.9, 0.95))
     path, done, told = folder / "checkpoint.pt", 0, {}
     if path.exists():
         saved = torch.load(path, weights_only=True)
@@ -126,11 +127,11 @@ def train(
             weight.data.copy_(saved["weights"][name])
     draw = random.Random(seed + done)
     for step, batch in zip(range(done, steps), itertools.islice(texts.batches(seed), done, None), strict=False):
-        rate = most * min(1, 20 * (step + 1) / steps) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
-        for group in optimizer.param_groups:
-            group["lr"] = rate * group["share"]
+        cosine = (1 + math.cos(math.pi * step / steps)) / 2
+        optimizer.param_groups[0]["lr"] = most * min(1, (step + 1) / WARM_UP) * (0.05 + 0.95 * cosine)
         optimizer.zero_grad()
-        loss, _ = loss_of(drafter, batch, draw)
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss, _ = loss_of(drafter, batch, draw)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
         optimizer.step()
@@ -191,12 +192,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=f"Make the drafter of {DEFAULT}.")
     parser.add_argument("stage", choices=("generate", "train", "evaluate", "all"), nargs="?", default="all")
     parser.add_argument("--folder", type=Path, default=Path("drafter-training"), help="where shards and checkpoints go")
-    parser.add_argument("--shards", type=int, default=3, help="of 64 answers each")
-    parser.add_argument("--steps", type=int, default=60, help="batches of 8 answers")
+    parser.add_argument("--shards", type=int, default=20, help="of 64 answers each")
+    parser.add_argument("--steps", type=int, default=1500, help="batches of 8 answers")
     parser.add_argument("--ids", type=int, default=12288, help="how many ids the drafter may propose")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 is faster on CPUs with AMX")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16", help="to multiply in; bf16 is faster on CPUs that have instructions for it")
     parser.add_argument("--out", type=Path, default=WEIGHTS)
     own = parser.parse_args()
     torch.set_num_threads(own.threads)
@@ -207,8 +208,7 @@ def main() -> None:
     model = load_model(dtype="fp32", device="cpu")
     if own.stage in ("train", "all"):
         texts = Texts(own.folder)
-        with torch.autocast("cpu", torch.bfloat16, enabled=own.dtype == "bf16"):
-            drafter, told = train(model, texts, own.folder, own.steps, own.seed, own.ids)
+        drafter, told = train(model, texts, own.folder, own.steps, own.seed, own.ids, own.dtype == "bf16")
         save(
             drafter, own.out, target=DEFAULT, target_shape={name: getattr(model.config, name) for name in SHAPE},
             made_by="python -m minillm.measure.train_drafter",
