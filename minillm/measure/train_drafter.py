@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--ids", type=int, default=12288, help="how many ids the drafter may propose")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16", help="to multiply in; bf16 is faster on CPUs that have instructions for it")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16", help="to multiply in")
     parser.add_argument("--out", type=Path, default=WEIGHTS)
     own = parser.parse_args()
     torch.set_num_threads(own.threads)

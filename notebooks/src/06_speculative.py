@@ -23,7 +23,14 @@ import minillm
 from minillm import Engine, SamplingParams
 from minillm.ladder.drafter import Drafter, DrafterProposer, load_drafter, read_card
 from minillm.ladder.quantized import kv_bytes_per_token
-from minillm.ladder.speculative import NgramIndex, NgramProposer, Speculator, verify_greedy, verify_sampled
+from minillm.ladder.speculative import (
+    NgramIndex,
+    NgramProposer,
+    Speculator,
+    StepCost,
+    verify_greedy,
+    verify_sampled,
+)
 from minillm.measure import speculation
 from minillm.measure.measurement import device_name
 from minillm.measure.prompts import CHAT_PROMPTS, COPY_PROMPTS
@@ -176,9 +183,9 @@ plots.curves(
 show_source(Drafter.forward, DrafterProposer.observe)
 
 # %% [markdown]
-# Its card says how far it was trained. Training begins with the best linear guess at the next state, a ridge regression
-# from the two inputs, and with a layer that adds nothing: 0 steps means just that. More steps make the layer speak;
-# `python -m minillm.measure.train_drafter` writes more text and trains on, wherever there is time for it.
+# Its card says how far it was trained, by `python -m minillm.measure.train_drafter`: on text that the target wrote,
+# beginning with the best linear guess at the next state (a ridge regression from the two inputs) and a layer that
+# adds nothing, which then learns to. Two cores need half an hour for all of it.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -271,11 +278,11 @@ print(recorded("speculation", SPEEDS, part="real"))
 # ## Where it loses
 #
 # **A full batch.** Each draft that is rejected took arithmetic that another request could have used. `adaptive=True`
-# chooses $k$ at every step from recent acceptance and recent step times, down to 0; now and then it drafts once to see
-# whether that has changed. The last line of the table above is such a run.
+# chooses $k$ at every step from recent acceptance and recent step times, down to 0; now and then it tries another
+# length to see whether that has changed. The last line of the table above is such a run.
 
 # %%
-show_source(Speculator.draft_length)
+show_source(Speculator.draft_length, StepCost.seconds)
 
 # %% [markdown]
 # **Text that nobody can guess.** The lookup drafts in vain where nothing repeats.
