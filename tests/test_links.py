@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import nbformat
@@ -74,3 +75,12 @@ def test_a_broken_link_is_found(tmp_path, name):
         page.write_text(text)
         found.append(broken_links(page))
     assert found == [[], ["gone.ipynb", "gone.png", "other.md#no-such", "#nowhere"]]
+
+
+def test_every_chapter_links_to_its_neighbours_and_every_exercise_is_linked_from_a_chapter():
+    chapters = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+    found = {page.name: links(text_of(page)) for page in chapters}
+    for before, after in pairwise(chapters):
+        assert after.name in found[before.name] and before.name in found[after.name]
+    linked = {Path(link).name for each in found.values() for link in each if link.startswith("../exercises/")}
+    assert linked == {page.name for page in (ROOT / "exercises").glob("[0-9]*.ipynb")}

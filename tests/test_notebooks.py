@@ -89,6 +89,21 @@ def test_notebook_is_stored_well(name):
     assert not (found := faults(nbformat.read(path, as_version=4))), "\n".join(found)
 
 
+PARTS = ("**You will learn**", "my_guess = ", "show_source(")  # somewhere on each page
+ENDING = (
+    "## Where it loses", "## Claims of the ledger that this page settles", "ledger(",
+    "## What a production engine calls this",
+)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "appendix" not in name])
+def test_each_chapter_has_its_parts_in_their_order(name):
+    text = (FOLDER / "src" / f"{name}.py").read_text(encoding="utf-8")
+    assert not [part for part in PARTS if part not in text]
+    places = [text.find(part) for part in (*ENDING, "## Exercise", "[How these pages are made](README.md)")]
+    assert -1 not in places and places == sorted(places), dict(zip(ENDING, places, strict=False))
+
+
 # --- and these tests, and nbval, can fail -----------------------------------------------------------------------
 
 SOURCE = """\

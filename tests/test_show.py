@@ -15,6 +15,7 @@ from fakes import fake_engine
 from minillm import SamplingParams, metrics
 from minillm.ladder.decode import NoCache, decode_cached
 from minillm.ladder.records import Records
+from minillm.measure.claims import LEDGER
 from minillm.measure.measurement import Measurement, Provenance
 from minillm.show import plots
 from minillm.show.recorded import ledger, recorded
@@ -264,14 +265,20 @@ def test_a_page_judges_its_own_rows_and_shows_every_recorded_run(tmp_path):
     assert here[0].startswith("B1  Eight requests") and here[0].endswith("[the articles: 8x for 1.2x]")
     assert here[1] == "    here: holds: 8 rows give 6.7 times the output in 1.20 times the step"
     assert here[2] == "    recorded: not measured: run `minillm measure batch_curve`"
-    assert here[3] == "    no GPU run is recorded yet"
-    assert here[5] == "    recorded: not measured: run `minillm measure knee`"
+    assert here[4:] == ["    recorded: not measured: run `minillm measure knee`",
+                        "No GPU run is recorded yet for B1, B3."]
     Measurement("batch_curve", GPU, step_times(200.0)).save(tmp_path)
     text = ledger({"B1": step_times(24.0)}, tmp_path)
-    assert "recorded, NVIDIA A100: does not hold here: 8 rows give 0.8 times" in text and "no GPU" not in text
+    assert "recorded, NVIDIA A100: does not hold here: 8 rows give 0.8 times" in text and "No GPU" not in text
 
 
 def test_rows_that_do_not_tell_and_claims_that_nobody_knows(tmp_path):
     assert "    here: not measured: no row with rows 32" in ledger({"B2": step_times(24.0)}, tmp_path)
     with pytest.raises(ValueError, match=r"no claims Z9; known: A1, A2"):
         ledger({"Z9": None}, tmp_path)
+
+
+def test_every_claim_of_the_ledger_is_settled_on_a_page():
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted(NOTEBOOKS.glob("src/*.py")))
+    asked = set(re.findall(r'"([A-G]\d+)"', "".join(re.findall(r"^print\(ledger\(.*?\)\)$", text, re.M | re.S))))
+    assert asked == {claim.id for claim in LEDGER}

@@ -45,7 +45,7 @@ def ledger(here: Mapping[str, Rows | None], root: Path = MEASUREMENTS) -> str:
     known = {claim.id: claim for claim in LEDGER}
     if strangers := [id for id in here if id not in known]:
         raise ValueError(f"no claims {', '.join(strangers)}; known: {', '.join(known)}")
-    lines = []
+    lines, no_gpu = [], []
     for claim, rows in ((known[id], rows) for id, rows in here.items()):
         lines.append(f"{claim.id}  {claim.sentence}" + (f"  [the articles: {claim.figure}]" if claim.figure else ""))
         if rows is not None:
@@ -53,13 +53,10 @@ def ledger(here: Mapping[str, Rows | None], root: Path = MEASUREMENTS) -> str:
         recorded_runs = find_all(root, (claim,))
         lines += [f"    {where(finding)}: {finding.verdict}: {finding.measured}" for finding in recorded_runs]
         if not {finding.kind for finding in recorded_runs} & {"GPU", VIRTUAL, EXACT}:
-            lines.append("    no GPU run is recorded yet")
+            no_gpu.append(claim.id)
+    if no_gpu:
+        lines.append(f"No GPU run is recorded yet for {', '.join(no_gpu)}.")
     return "\n".join(lines)
-
-
-def verdict_here(claim_id: str, rows: Rows) -> str:
-    """The ledger's own verdict on one claim, from rows that were measured just now; ValueError for an unknown one."""
-    return ledger({claim_id: rows})
 
 
 def verdict_on(claim: Claim, rows: Rows) -> str:

@@ -32,12 +32,14 @@ import torch
 import minillm
 from minillm.ladder.decode import NoCache, SequenceCache, decode_cached, decode_recomputing
 from minillm.ladder.quantized import kv_bytes_per_token
-from minillm.measure import chapters
+from minillm.measure import chapters, memory
 from minillm.measure.measurement import device_name
+from minillm.measure.setting import Setting
 from minillm.model.llama import Llama
 from minillm.model.source import DEFAULT
 from minillm.show import plots
-from minillm.show.recorded import recorded
+from minillm.show.live import bar
+from minillm.show.recorded import ledger, recorded
 from minillm.show.source import show_source
 from minillm.show.tables import text_table
 
@@ -202,6 +204,12 @@ for question in ("What is the capital of France?", "Write a short story about a 
 # `cost_by_length` times one token behind texts of different lengths: rung 0, which computes all of the text, and
 # rung 1, which feeds one token to a cache that holds the rest. Computing all of a text is also exactly what the
 # **prefill** of a prompt of that length costs; feeding one token is a **decode** step.
+#
+# Predict: behind a text 64 times as long, how many times as long does the next token take, with either rung? And how
+# long must a text be before rung 1 takes twice as long as behind four tokens?
+
+# %%
+my_guess = {"rung 0, times": None, "rung 1, times": None, "tokens until rung 1 has doubled": None}
 
 # %%
 show_source(chapters.one_recomputing_step, chapters.one_cached_step)
@@ -210,7 +218,7 @@ show_source(chapters.one_recomputing_step, chapters.one_cached_step)
 lengths, up_to = ((4, 16, 64, 256, 1024), 256) if QUICK else ((4, 8, 16, 64, 256, 512, 1024, 2048, 4096, 8192), 1024)
 if model.device.type == "cuda" and not QUICK:
     up_to = 8192
-costs = chapters.cost_by_length(model, DEFAULT, lengths, recompute_up_to=up_to)
+costs = chapters.cost_by_length(model, DEFAULT, bar(lengths, "lengths"), recompute_up_to=up_to)
 COSTS = {"context_tokens": "tokens of text", "recompute_ms": "rung 0, or prefill: ms", "cached_ms": "rung 1: ms",
          "read_mb": "rung 1 must read MB"}
 print(text_table(costs.rows, COSTS))
@@ -278,7 +286,11 @@ print(f"a context of 8,192 tokens: {8192 * by_hand / 1e6:.0f} MB, beside {model.
 # ## Where it loses
 #
 # A cache saves nothing on the first token, which is the prefill in both rungs. So a very short answer gains little,
-# and memory is held all the same. Here is the same question with its answer cut at different lengths.
+# and memory is held all the same. Here is the same question with its answer cut at different lengths. How many times
+# faster is rung 1 for an answer of one token, and of a dozen?
+
+# %%
+my_guess = {"1 token": None, "12 tokens": None}
 
 # %%
 def seconds(decode, new_tokens):
@@ -311,6 +323,14 @@ print(text_table(gains, GAINS))
 print(recorded("cost_by_length", COSTS))
 
 # %% [markdown]
+# ## Claims of the ledger that this page settles
+#
+# By the ledger's own rules: on this device, just now, and on every device that has a recorded run.
+
+# %%
+print(ledger({"A4": costs.rows, "C2": memory.capacity_sum(Setting()).rows}))
+
+# %% [markdown]
 # ## What a production engine calls this
 #
 # | here | vLLM | SGLang | transformers |
@@ -324,21 +344,6 @@ print(recorded("cost_by_length", COSTS))
 # Both servers export the two times of this page as `time_to_first_token_seconds` (prefill is in it) and
 # `inter_token_latency_seconds` (one decode step), with the prefix `vllm:` or `sglang:`.
 #
-# ## Claims of the ledger that this page touches
-#
-# The figures are those of this run, on the device named at the top.
-
-# %%
-small, large = prefills[-2], prefills[-1]
-print(f"A4, prompt: {large['context_tokens'] / small['context_tokens']:.1f} times the tokens took "
-      f"{large['recompute_ms'] / small['recompute_ms']:.2f} times the prefill")
-before = next(row for row in rows if row["context_tokens"] == 64)
-behind = next(row for row in rows if row["context_tokens"] == 1024)
-slower, more = behind["cached_ms"] / before["cached_ms"], behind["read_mb"] / before["read_mb"]
-print(f"A4, output: a token behind 1,024 tokens took {slower:.2f} times one behind 64, for {more:.2f} times the bytes")
-print(f"C2: {by_hand:,} bytes a token by arithmetic, {allocated // 100:,} allocated")
-
-# %% [markdown]
 # ## Exercise
 #
 # Llama-3-8B has 32 layers, 8 KV heads and a head size of 128. In bf16 a number takes 2 bytes. How many bytes does a

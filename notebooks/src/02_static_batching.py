@@ -8,6 +8,7 @@
 # **You will learn**
 # - how several texts go through one forward pass without padding;
 # - what a step with 1, 2, 4 … 32 rows costs, and what bounds it;
+# - where your machine's knee is: the number of people from which more of them only wait longer;
 # - how to count idle slot-steps before running anything;
 # - what a slot reserves, and how little of that is used.
 #
@@ -35,16 +36,18 @@ from minillm.ladder.attention import RowSpan, StepAttention
 from minillm.ladder.continuous import Scheduler
 from minillm.ladder.decode import decode_cached
 from minillm.ladder.engine import ModelExecutor
-from minillm.ladder.quantized import KVStorage, kv_bytes_per_token
+from minillm.ladder.quantized import KVStorage, kv_bytes_per_token, native_format
 from minillm.ladder.static import StaticBatching
-from minillm.measure import chapters
+from minillm.measure import batching, chapters, knee, limits
 from minillm.measure.measurement import device_name
 from minillm.measure.prompts import CHAT_PROMPTS
 from minillm.measure.roofline import StepShape, least_work, measure_ceilings
+from minillm.measure.setting import Setting
 from minillm.measure.workload import articles_static
 from minillm.model.source import DEFAULT
 from minillm.show import plots
-from minillm.show.recorded import recorded
+from minillm.show.live import bar, progress
+from minillm.show.recorded import ledger, recorded
 from minillm.show.source import show_source
 from minillm.show.tables import text_table
 
@@ -102,12 +105,14 @@ for n, work in works.items():
 # the least that a step can take.
 
 # %%
-limits = measure_ceilings(model.device, model.dtype)
-print(f"this device reads {limits.bytes_per_s / 1e9:.1f} GB/s and multiplies {limits.flops_per_s / 1e9:,.0f} GFLOP/s")
+setting = Setting(quick=QUICK, progress=progress)
+setting.model = model
+reach = setting.ceilings = measure_ceilings(model.device, model.dtype)
+print(f"this device reads {reach.bytes_per_s / 1e9:.1f} GB/s and multiplies {reach.flops_per_s / 1e9:,.0f} GFLOP/s")
 for n, work in works.items():
-    read, multiply = work.bytes / limits.bytes_per_s, work.flops / limits.flops_per_s
+    read, multiply = work.bytes / reach.bytes_per_s, work.flops / reach.flops_per_s
     print(f"{n:>2} rows: {read * 1e3:.1f} ms to read, {multiply * 1e3:.1f} ms to multiply: "
-          f"at least {limits.least_seconds(work) / limits.least_seconds(works[1]):.2f} times the step of one row")
+          f"at least {reach.least_seconds(work) / reach.least_seconds(works[1]):.2f} times the step of one row")
 
 # %% [markdown]
 # ## Build
@@ -155,23 +160,80 @@ for answer, tokens in zip(together, alone, strict=True):
 
 # %%
 rows = (1, 2, 4, 8) if QUICK else (1, 2, 4, 8, 16, 32, 64, 128) if model.device.type == "cuda" else (1, 2, 4, 8, 16, 32)
-by_rows = chapters.batch_curve(model, DEFAULT, rows, steps=8 if QUICK else 16)
+by_rows = chapters.batch_curve(model, DEFAULT, bar(rows, "rows"), steps=8 if QUICK else 16)
 ROWS = {"rows": "rows", "step_ms": "step, ms", "min_ms": "least", "max_ms": "most", "tokens_per_s": "tokens/s",
         "times_step": "step, times one row", "times_tokens": "tokens/s, times one row"}
 print(text_table(by_rows.rows, ROWS))
 
 # %%
-plots.tokens_per_s_curve(by_rows.rows)
+def least_ms(rows):
+    """By the roofline: the least time of a step with so many rows behind some 24 tokens each."""
+    kv_format = native_format(model.dtype)
+    work = least_work(model.config, kv_format, StepShape.decode([24] * rows), model.weight_bytes)
+    return 1e3 * reach.least_seconds(work)
+
+
+plots.tokens_per_s_curve(by_rows.rows, least_ms=[least_ms(row["rows"]) for row in by_rows.rows])
 
 # %% [markdown]
 # The articles behind this course say: eight times the output for about 1.2 times the time of a step. Your device's
-# answer is in the row for 8. The dashed line is what rows would give if they cost nothing; the measured line bends
-# away from it where multiplying takes longer than reading.
+# answer is in the row for 8. "If rows were free" is one row's speed times the rows. The roofline bends where
+# multiplying begins to take longer than reading; the measured line bends with it, or before it.
 #
 # On other devices:
 
 # %%
 print(recorded("batch_curve", ROWS))
+
+# %% [markdown]
+# ## Where is the knee?
+#
+# More rows give more tokens per second, and each of them comes later. Up to some number of people the first grows
+# faster than the second, in per cent: there is something to gain. Past it the second does: people only wait longer.
+# That number is the **knee**. We look for it as a service would: a closed loop of more and more clients, each of whom
+# asks again when answered, and the number with the most tokens per second for each millisecond of waiting.
+#
+# Predict, from the table above: with how many clients does *this* machine have its knee?
+
+# %%
+my_guess = None
+
+# %%
+show_source(knee.knee_of, knee.power)
+
+# %%
+by_clients = knee.knee(setting)
+CLIENTS = {"clients": "clients", "mean_rows": "rows, mean", "tokens_per_s": "tokens/s", "tokens_per_s_each": "each",
+           "itl_p50_ms": "ms between tokens, p50", "power": "tokens/s per ms", "knee": ""}
+print(text_table(by_clients.rows, CLIENTS))
+
+# %%
+plots.knee_curve(by_clients.rows)
+
+# %% [markdown]
+# Read it from the left. First the line runs level: more tokens per second, and nobody waits longer. At the end it
+# climbs: twice the clients, and each waits nearly twice as long. A service that must be quick stops at the knee; one
+# that must be cheap goes on past it, for as long as the line still moves to the right.
+#
+# On other devices:
+
+# %%
+print(recorded("knee", CLIENTS))
+
+# %% [markdown]
+# ## And prompts?
+#
+# A prompt of a hundred tokens already shares one reading of the weights among its hundred tokens. Predict: how many
+# times the tokens per second do eight *prompts* in one step give, beside one? And eight rows that decode?
+
+# %%
+my_guess = {"eight prompts": None, "eight rows that decode": None}
+
+# %%
+prompts_too = limits.prefill(setting)
+PHASES = {"phase": "phase", "rows": "rows", "tokens_each": "tokens each", "step_ms": "step, ms",
+          "tokens_per_s": "tokens/s", "mbu": "MBU", "mfu": "MFU"}
+print(text_table(prompts_too.rows, PHASES))
 
 # %% [markdown]
 # ## Idle slot-steps
@@ -234,7 +296,10 @@ plots.slot_timeline({"one answer of 40 tokens, seven of 2": engine_records}, uni
 #
 # A slot is one contiguous run of memory for one request. Nobody can move it later, so it is sized at the start for
 # the longest that the request may become: its prompt and its `max_tokens`. The server does not know that seven of
-# these answers will end after two tokens.
+# these answers will end after two tokens. Which share of what was reserved holds something at the last step? Guess.
+
+# %%
+my_guess = None
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -252,7 +317,10 @@ print(f"in bytes: {step.blocks_live * 16 * token_mb:.1f} MB reserved, {step.kv_t
 #
 # Chat prompts have answers of very different lengths. We serve two batches of them and look at three things: the
 # idle share, the rows that worked on average, and the time to the first token of the second batch. It had to wait
-# for the longest answer of the first.
+# for the longest answer of the first. Guess the idle share before you run it.
+
+# %%
+my_guess = None
 
 # %%
 size, cap = (4, 16) if QUICK else (8, 64)
@@ -270,6 +338,19 @@ for name, some in (("first", answers[:size]), ("second", answers[size:])):
 # %% [markdown]
 # It also loses where there is nothing to share: a batch of one is rung 1 with more book-keeping.
 #
+# ## Claims of the ledger that this page settles
+#
+# By the ledger's own rules: on this device, just now, and on every device that has a recorded run.
+
+# %%
+print(ledger({"A3": prompts_too.rows, "B1": by_rows.rows, "B2": by_rows.rows, "B3": by_clients.rows,
+              "B4": batching.idle_slots(setting).rows, "B8": by_rows.rows}))
+
+# %% [markdown]
+# B1 is the articles' "eight times the output for 1.2 times the time". A claim that this page's sizes cannot judge says
+# which row is missing; `minillm measure NAME` runs an experiment at its full size.
+
+# %% [markdown]
 # ## What a production engine calls this
 #
 # | here | elsewhere |
@@ -281,19 +362,6 @@ for name, some in (("first", answers[:size]), ("second", answers[size:])):
 #
 # Neither vLLM nor SGLang batches statically. The next chapter shows what they do.
 #
-# ## Claims of the ledger that this page touches
-#
-# The figures are those of this run, on the device named at the top.
-
-# %%
-eight = next(row for row in by_rows.rows if row["rows"] == 8)
-faster, longer = eight["times_tokens"], eight["times_step"]
-print(f"B1: 8 rows gave {faster:.1f} times the tokens/s; a step took {longer:.2f} times as long (claimed: 1.2)")
-print(f"B4: 800 beside seven of 40: {idle_slot_steps([800, *[40] * 7]):,} idle slot-steps;",
-      f"80 beside 800: {idle_slot_steps([80, 800])}")
-print(f"C3, slots: {1 - step.kv_tokens / (step.blocks_live * 16):.0%} of the reserved cache was empty at the last step")
-
-# %% [markdown]
 # ## Exercise
 #
 # You may sort the waiting requests by the length of their answers (suppose you knew it) and then cut them into

@@ -30,13 +30,15 @@ import minillm
 from minillm import Engine, SamplingParams, metrics
 from minillm.ladder.continuous import ContinuousBatching, Scheduler
 from minillm.ladder.static import StaticBatching
-from minillm.measure import chapters
+from minillm.measure import batching, chapters
 from minillm.measure.measurement import device_name
 from minillm.measure.prompts import CHAT_PROMPTS
+from minillm.measure.setting import Setting
 from minillm.measure.workload import articles_static, lognormal
 from minillm.model.source import DEFAULT
 from minillm.show import plots
-from minillm.show.recorded import recorded
+from minillm.show.live import bar, progress
+from minillm.show.recorded import ledger, recorded
 from minillm.show.source import show_source
 from minillm.show.tables import text_table
 from minillm.show.widgets import schedule_stepper
@@ -112,10 +114,10 @@ print(f"continuous: at least {sum(lengths)} / 4, so {least}; with this queue {co
 # %%
 # NBVAL_CHECK_OUTPUT
 requests = articles_static(lengths)
-for batching, predicted in (("static", static_steps(lengths, 4)), ("continuous", continuous_steps(lengths, 4))):
-    counted = chapters.count(model.config, requests, batching=batching, kv="slots", max_batch=4)
+for policy, predicted in (("static", static_steps(lengths, 4)), ("continuous", continuous_steps(lengths, 4))):
+    counted = chapters.count(model.config, requests, batching=policy, kv="slots", max_batch=4)
     steps, idle = counted.totals["steps"], counted.totals["idle_rows"]
-    print(f"{batching}: {steps} steps, as predicted: {steps == predicted}; idle slot-steps: {idle}")
+    print(f"{policy}: {steps} steps, as predicted: {steps == predicted}; idle slot-steps: {idle}")
 
 # %% [markdown]
 # ## The same tokens
@@ -126,9 +128,9 @@ for batching, predicted in (("static", static_steps(lengths, 4)), ("continuous",
 # NBVAL_CHECK_OUTPUT
 prompts = [tokenizer.chat(text) for text in CHAT_PROMPTS[:5]]
 outputs = {}
-for batching in ("static", "continuous"):
-    engine = Engine(model, tokenizer, batching=batching, kv="slots", max_batch=2)
-    outputs[batching] = engine.generate(prompts, SamplingParams(max_tokens=8))
+for policy in ("static", "continuous"):
+    engine = Engine(model, tokenizer, batching=policy, kv="slots", max_batch=2)
+    outputs[policy] = engine.generate(prompts, SamplingParams(max_tokens=8))
 print("same tokens:", [a.token_ids for a in outputs["static"]] == [b.token_ids for b in outputs["continuous"]])
 print([answer.text for answer in outputs["continuous"]])
 
@@ -137,14 +139,19 @@ print([answer.text for answer in outputs["continuous"]])
 #
 # Twelve requests whose lengths vary as much as their mean, four slots, the real model and the real clock. Each bar
 # is a request; its dark head is the prefill, a hatched bar is a row that feeds its last token again for nothing.
+#
+# Predict: how many times as fast is the continuous run?
+
+# %%
+my_guess = None
 
 # %%
 mean = 6 if QUICK else 16
 items = lognormal(1.0, requests=12, mean_tokens=mean, prompt_tokens=16)
 chapters.warm_up(model)
 runs = {
-    batching: chapters.serve(model, items, batching=batching, kv="slots", max_batch=4)
-    for batching in ("static", "continuous")
+    policy: chapters.serve(model, items, batching=policy, kv="slots", max_batch=4)
+    for policy in ("static", "continuous")
 }
 plots.slot_timeline(runs, unit="s")
 
@@ -172,33 +179,36 @@ for name, records in runs.items():
 # of eight is beside the mean. The **coefficient of variation** (standard deviation over mean) says how much they
 # vary: 0 is all equal.
 #
-# Steps first: 64 requests of 64 tokens on average, eight slots. These counts depend on no clock.
+# Steps first: 64 requests of 64 tokens on average, eight slots. These counts depend on no clock. Predict: how many
+# times the steps do static batches need at a variation of 0, and at 1?
+
+# %%
+my_guess = {"0": None, "1": None}
 
 # %%
 # NBVAL_CHECK_OUTPUT
-def steps_of(requests, batching, slots=8):
-    return chapters.count(model.config, requests, batching=batching, kv="slots", max_batch=slots).totals["steps"]
+def steps_of(requests, policy, slots=8):
+    return chapters.count(model.config, requests, batching=policy, kv="slots", max_batch=slots).totals["steps"]
 
 
 for cv in (0.0, 0.5, 1.0, 2.0):
     requests = lognormal(cv, requests=64, mean_tokens=64, prompt_tokens=8)
-    static, continuous = (steps_of(requests, batching) for batching in ("static", "continuous"))
+    static, continuous = (steps_of(requests, policy) for policy in ("static", "continuous"))
     print(f"variation {cv}: static {static:>4} steps, continuous {continuous:>4}: {static / continuous:.2f} times")
 
 # %% [markdown]
 # And now by the clock, at sizes that suit this machine.
 
 # %%
-sizes = {"spreads": (0.0, 1.0), "requests": 12, "mean_tokens": 6, "max_batch": 4} if QUICK else {
-    "requests": 128 if GPU else 32, "mean_tokens": 64 if GPU else 16, "max_batch": 8}
-gains = chapters.gain_by_spread(model, DEFAULT, **sizes)
+spreads, sizes = ((0.0, 1.0), {"requests": 12, "mean_tokens": 6, "max_batch": 4}) if QUICK else (
+    (0.0, 0.5, 1.0, 2.0), {"requests": 128 if GPU else 32, "mean_tokens": 64 if GPU else 16, "max_batch": 8})
+gains = chapters.gain_by_spread(model, DEFAULT, bar(spreads, "variations"), **sizes)
 GAINS = {"cv": "variation asked", "drawn_cv": "drawn", "static_steps": "static steps", "continuous_steps": "continuous",
          "times_steps": "times", "idle_share": "static: idle share", "static_tokens_per_s": "static tok/s",
          "continuous_tokens_per_s": "continuous tok/s", "times_tokens_per_s": "times"}
 print(text_table(gains.rows, GAINS))
 
 # %%
-spreads = [row["cv"] for row in gains.rows]
 last = gains.rows[-1]
 plots.curves(
     {"steps saved": (spreads, [row["times_steps"] for row in gains.rows]),
@@ -216,6 +226,27 @@ plots.curves(
 
 # %%
 print(recorded("gain_by_spread", GAINS))
+
+# %% [markdown]
+# ## Chats
+#
+# Those lengths were drawn from a formula. Real chats have long prompts too, and a prompt costs the same under every
+# policy. So here are the lengths of a chat service, shrunk to this machine, in equal bytes for each policy (pages are
+# the next chapter's); then the same answers behind prompts of one token. Predict, for both: how many times static?
+
+# %%
+my_guess = {"whole run": None, "answers only": None}
+
+# %%
+setting = Setting(quick=QUICK, progress=progress)
+setting.model = model
+chats = batching.continuous_vs_static(setting)
+CHATS = {"part": "part", "setup": "policy", "steps": "steps", "mean_rows": "rows, mean", "idle_share": "idle share",
+         "tokens_per_s": "tokens/s", "times_static": "times static"}
+print(text_table(chats.rows, CHATS))
+
+# %%
+print(recorded("continuous_vs_static", CHATS))
 
 # %% [markdown]
 # ## A long prompt among streams
@@ -284,6 +315,14 @@ print(f"by the clock, equal lengths: {gains.rows[0]['times_tokens_per_s']:.2f} t
 # Nor does it help a request that is alone, and it does nothing about memory: a slot still reserves for the longest.
 # Chapter 4 does.
 #
+# ## Claims of the ledger that this page settles
+#
+# By the ledger's own rules: on this device, just now, and on every device that has a recorded run.
+
+# %%
+print(ledger({"B5": batching.idle_slots(setting).rows, "B6": chats.rows, "B7": gains.rows}))
+
+# %% [markdown]
 # ## What a production engine calls this
 #
 # | here | vLLM | SGLang | elsewhere |
@@ -296,17 +335,6 @@ print(f"by the clock, equal lengths: {gains.rows[0]['times_tokens_per_s']:.2f} t
 # | first come, first served | `--scheduling-policy fcfs` | `--schedule-policy fcfs` | |
 # | waiting, running | `vllm:num_requests_waiting`, `_running` | `sglang:num_queue_reqs`, `num_running_reqs` | |
 #
-# ## Claims of the ledger that this page touches
-#
-# The figures are those of this run, on the device named at the top.
-
-# %%
-idle = runs["continuous"].totals["idle_rows"]
-print(f"B5: idle slot-steps of the continuous run: {idle}; a request joined in the step after another left")
-print("B6, B7: continuous over static, by variation of the lengths:",
-      ", ".join(f"{row['cv']:g}: {row['times_tokens_per_s']:.2f}" for row in gains.rows), "(claimed: 2 to 4)")
-
-# %% [markdown]
 # ## Exercise
 #
 # A service answers half of its requests with 16 tokens and half with 240, in random order, eight slots. Before you

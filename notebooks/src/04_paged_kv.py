@@ -40,7 +40,8 @@ from minillm.measure.prompts import CHAT_PROMPTS
 from minillm.measure.workload import lognormal
 from minillm.model.source import DEFAULT
 from minillm.show import plots
-from minillm.show.recorded import recorded
+from minillm.show.live import bar
+from minillm.show.recorded import ledger, recorded
 from minillm.show.source import show_source
 from minillm.show.tables import text_table
 from minillm.show.widgets import pool_explorer
@@ -185,7 +186,11 @@ for name, pool in pools.items():
 pool_explorer()
 
 # %% [markdown]
-# Does it pay by the clock? The same policies with the model, in the same bytes:
+# Does it pay by the clock? The same policies with the model, in the same bytes. Predict: how many times the tokens per
+# second do pages give?
+
+# %%
+my_guess = None
 
 # %%
 if QUICK:
@@ -298,7 +303,11 @@ print(recorded("prefix_sharing", SHARING))
 # none is free, the youngest request gives all of its blocks back and waits. When it returns, it computes its prompt
 # and its output so far again. It must then go on as if nothing had happened.
 #
-# Three requests in a pool of eleven blocks, where 15 would be needed, against a pool with room for all.
+# Three requests in a pool of eleven blocks, where 15 would be needed, against a pool with room for all. Predict: how
+# many tokens are computed again?
+
+# %%
+my_guess = None
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -326,11 +335,15 @@ plots.slot_timeline(
 # ## Where it loses
 #
 # **Indirection.** A kernel must look the blocks up. In plain PyTorch we gather them into one run at every step and
-# every layer, which copies the whole cache of the text. Here is one sequence alone, rung 1 beside rung 4:
+# every layer, which copies the whole cache of the text. Here is one sequence alone, rung 1 beside rung 4. Guess first:
+# how many times as long does a step take behind a short text, and behind a long one?
+
+# %%
+my_guess = {"short": None, "long": None}
 
 # %%
 contexts = (64, 256) if QUICK else (64, 512, 2048)
-indirect = chapters.cost_of_blocks(model, DEFAULT, contexts)
+indirect = chapters.cost_of_blocks(model, DEFAULT, bar(contexts, "contexts"))
 INDIRECT = {"context_tokens": "tokens of text", "contiguous_ms": "one run: ms", "paged_ms": "blocks: ms",
             "times": "times"}
 print(text_table(indirect.rows, INDIRECT))
@@ -354,6 +367,14 @@ for block_size in (1, 16, 64, 256):
 # **Preemption.** What was computed and given back is computed twice. A pool that is always short spends its time on
 # that: watch the counter.
 #
+# ## Claims of the ledger that this page settles
+#
+# By the ledger's own rules: on this device, just now, and on every device that has a recorded run.
+
+# %%
+print(ledger({"C3": memory.rows, "C8": sharing.rows}))
+
+# %% [markdown]
 # ## What a production engine calls this
 #
 # | here | vLLM | SGLang |
@@ -365,19 +386,6 @@ for block_size in (1, 16, 64, 256):
 # | live share of the pool | `vllm:kv_cache_usage_perc` | `sglang:token_usage` |
 # | found, asked | `vllm:prefix_cache_hits_total`, `_queries_total` | `sglang:cache_hit_rate` |
 #
-# ## Claims of the ledger that this page touches
-#
-# The figures are those of this run, on the device named at the top.
-
-# %%
-times = as_pages["mean_requests"] / as_slots["mean_requests"]
-print(f"C3: empty part of the reserved cache: slots {as_slots['wasted_share']:.0%}, "
-      f"pages {as_pages['wasted_share']:.0%}; {times:.1f} times the requests in the same bytes")
-print(f"C8: {shared['found']:,} of {shared['prompt_tokens']:,} prompt tokens found; time to first token "
-      f"{without['ttft_p50_ms']:.0f} ms without, {shared['ttft_p50_ms']:.0f} ms with")
-print(f"C8: another first token: {changed['found']} found")
-
-# %% [markdown]
 # ## Exercise
 #
 # The help desk wants today's date in its instructions. Somebody writes it in front: `"Today is Monday. " + SYSTEM`.

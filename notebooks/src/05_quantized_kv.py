@@ -33,7 +33,6 @@ import minillm
 from minillm import quantize_weights
 from minillm.ladder.quantized import ChannelScaling, KVStorage, Rotation, ScaledStore, kv_bytes_per_token
 from minillm.measure import chapters, formats, metrics
-from minillm.measure.claims import LEDGER, as_rows, find_all
 from minillm.measure.key_errors import calibrated, errors, per_channel, per_token, queries_and_keys
 from minillm.measure.measurement import device_name
 from minillm.measure.quality import copy_row, loss_row, python_help, repeated, token_losses
@@ -41,7 +40,8 @@ from minillm.measure.setting import Setting
 from minillm.measure.workload import lognormal
 from minillm.model.codes import int4_encode, int8_decode, int8_encode
 from minillm.show import plots
-from minillm.show.recorded import recorded
+from minillm.show.live import bar, progress
+from minillm.show.recorded import ledger, recorded
 from minillm.show.source import show_source
 from minillm.show.tables import text_table
 
@@ -196,13 +196,13 @@ print(recorded("key_errors", ERRORS))
 my_guess = {"int8": None, "fp8": None, "int4": None}
 
 # %%
-setting = Setting(quick=True)
+setting = Setting(quick=QUICK or model.device.type == "cpu", progress=progress)  # full sizes take a CPU minutes
 setting.model, setting.tokenizer = model, tokenizer
 documents = corpus.documents(1, 512 if QUICK else 2048)
 copies = repeated(config.vocab_size, 1 if QUICK else 2, 192)
 schemes = [scheme for scheme in formats.SCHEMES if scheme.main]
 losses = {}
-for scheme in schemes:
+for scheme in bar(schemes, "schemes"):
     store = partial(formats.make_storage, model, scheme, scheme.transform(setting, calibration))
     losses[scheme.name] = [token_losses(model, texts, store) for texts in (documents, copies)]
 quality = [
@@ -248,7 +248,11 @@ plots.with_errors(
 #
 # **Time.** Fewer bytes are read, but someone must turn them back into numbers. A fused GPU kernel does it on the way.
 # In plain PyTorch it is work of its own, in every layer of every step. So more requests run at once, and each step is
-# slower: who wins depends on the device. The `chat` lengths, shrunk, in the same bytes for each format:
+# slower: who wins depends on the device. The `chat` lengths, shrunk, in the same bytes for each format. Predict: how
+# many times the tokens per second of 16 bits does int8 give *here*?
+
+# %%
+my_guess = None
 
 # %%
 concurrency = formats.kv_concurrency(setting)
@@ -280,7 +284,11 @@ for weight_format in ("int8", "int4"):
 
 # %% [markdown]
 # Is the step faster? PyTorch has CPU kernels that read such weights directly. They win while the bytes decide, with
-# few rows; with many rows the arithmetic decides, and fp32 is faster.
+# few rows; with many rows the arithmetic decides, and fp32 is faster. Predict: how many times as fast is a step of one
+# row with int8 weights, a quarter of the bytes?
+
+# %%
+my_guess = None
 
 # %%
 speed = formats.weight_speed(setting)
@@ -302,6 +310,15 @@ for table in formats.WEIGHT_TABLES:
 # still kinder to 4 bits than those of a model that never was quantised. Until one has been measured, this page gives
 # no verdict on them.
 #
+# ## Claims of the ledger that this page settles
+#
+# By the ledger's own rules: on this device, just now, and on every device that has a recorded run. What was measured
+# just now comes from a short text: mind its ±.
+
+# %%
+print(ledger({"C6": quality, "D1": quality, "D2": quality, "D3": speed.rows, "D4": quality, "D5": quality}))
+
+# %% [markdown]
 # ## What a production engine calls this
 #
 # | here | vLLM | SGLang | llama.cpp |
@@ -311,20 +328,10 @@ for table in formats.WEIGHT_TABLES:
 # | scales | one per layer, from the checkpoint | the same | one per 32 numbers |
 # | `quantize_weights` | `--quantization` and the checkpoint's own | `--quantization` | the file's own |
 #
-# ## Claims of the ledger that this page settles
-#
-# Each verdict is computed from the recorded measurements.
-
-# %%
-settled = [claim for claim in LEDGER if claim.id in ("C6", "D1", "D2", "D3", "D4", "D5")]
-for finding in as_rows(find_all(claims=settled)):
-    print(f"{finding['id']}: {finding['verdict']} ({finding['device'] or 'nowhere yet'}): {finding['measured']}")
-
-# %% [markdown]
 # ## Exercise
 #
 # A model has heads of 128 numbers. Which share of 16 bits does int8 take then, and which int4? Fill in two numbers to
-# three decimals. Exercise 8 in the folder `exercises` lets you write the formats yourself.
+# three decimals. In [exercise 8](../exercises/08_quantised_kv.ipynb) you write the formats yourself.
 
 # %%
 int8_share, int4_share = None, None

@@ -14,6 +14,16 @@
 # **To run this page**: `make lab` in the repository, or `pip install -e ".[lab]"` and open the notebook.
 
 # %%
+# Where the package is missing, as on Colab: open this page inside a copy of the repository, and this installs it.
+# ("minillm" on PyPI is another project.)
+import importlib.util
+import subprocess
+import sys
+
+if importlib.util.find_spec("minillm") is None:
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "..[lab]"], check=True)
+
+# %%
 import os
 
 import torch
@@ -36,9 +46,10 @@ from minillm.measure.measurement import device_name
 from minillm.measure.prompts import CHAT_PROMPTS, COPY_PROMPTS
 from minillm.show import plots
 from minillm.show.explore import Watched, draft_rounds, rounds_html
-from minillm.show.recorded import recorded
+from minillm.show.recorded import ledger, recorded
 from minillm.show.source import show_source
 from minillm.show.tables import text_table
+from minillm.show.widgets import draft_stepper
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 model = minillm.load_model(dtype="fp32")
@@ -112,6 +123,14 @@ def watch(proposer, prompt, k=4, tokens=20 if QUICK else 40):
 for prompt in (copied, chatted):
     rounds = watch(NgramProposer(), prompt)
     display(HTML(rounds_html(tokenizer, rounds, len(rounds) - 1)))
+
+# %% [markdown]
+# Now the first of them round by round: move the slider (with the arrow keys, too). In which round does the lookup first
+# find the passage, and how many forwards does the whole answer take? Without a running kernel you see one round.
+
+# %%
+copied_rounds = watch(NgramProposer(), copied)
+draft_stepper(tokenizer, copied_rounds, start=min(4, len(copied_rounds)))
 
 # %% [markdown]
 # ## The same tokens
@@ -305,6 +324,15 @@ share = drafter_bytes / target_bytes
 print(f"a token: {target_bytes:,} bytes for the target, {drafter_bytes:,} for the drafter ({share:.0%})")
 
 # %% [markdown]
+# ## Claims of the ledger that this page settles
+#
+# By the ledger's own rules: on this device, just now, and on every device that has a recorded run.
+
+# %%
+judged = [*table, *costs, *found, speculation.sampling_check(20_000, seed=0)]
+print(ledger(dict.fromkeys(("E1", "E2", "E3", "E4"), judged)))
+
+# %% [markdown]
 # ## What a production engine calls this
 #
 # | here | vLLM | SGLang |
@@ -315,22 +343,11 @@ print(f"a token: {target_bytes:,} bytes for the target, {drafter_bytes:,} for th
 # | `draft_length` | `num_speculative_tokens` | `--speculative-num-steps` |
 # | acceptance rate | accepted over draft tokens, of `vllm:spec_decode_*` | `accept_length` counts tokens a round |
 #
-# ## Claims of the ledger that this page touches
-#
-# The figures are those of this run, on the device named at the top.
-
-# %%
-alone = {(row["prompts"], row["drafts"]): row for row in fixed if row["batch"] == 1}
-print(f"E1: {sum(row['same_tokens'] for row in table)} of {len(table)} runs gave plain decoding's tokens")
-print(f"E2: verifying five tokens took {at_4[1]:.2f} plain steps at batch 1, {at_4[batches[-1]]:.2f} at {batches[-1]}")
-print("E3: one request, k = 4:", "; ".join(f"{d} on {p} {row['speedup']:.2f} times" for (p, d), row in alone.items()))
-print("E4:", "; ".join(said))
-
-# %% [markdown]
 # ## Exercise
 #
 # A step that verifies four drafts takes 2.2 plain steps in a batch of 16. Which acceptance $a$ must the drafts have so
-# that $k = 4$ pays there? Give it to two digits; the check computes it.
+# that $k = 4$ pays there? Give it to two digits; the check computes it. In
+# [exercise 9](../exercises/09_speculation.ipynb) you write both verifications yourself.
 
 # %%
 break_even = None
@@ -340,3 +357,7 @@ steps = [a / 100 for a in range(101)]
 right = next(a for a in steps if speculation.expected_tokens(a, 4) >= 2.2)
 verdict = "right" if break_even is not None and abs(break_even - right) < 0.015 else "no: sum the series"
 print("not answered yet" if break_even is None else verdict)
+
+# %% [markdown]
+# [How these pages are made](README.md) · before: [5 · Quantised KV](05_quantized_kv.ipynb) · next:
+# [7 · Serving metrics](07_serving_metrics.ipynb)

@@ -29,18 +29,19 @@ from statistics import mean
 
 import minillm
 from minillm import metrics
-from minillm.measure import limits, service
+from minillm.measure import limits, service, traffic
 from minillm.measure.measurement import device_name
 from minillm.measure.setting import Setting
 from minillm.measure.virtual import CostModel, virtual_engine
 from minillm.measure.workload import WorkItem, chat, play
 from minillm.show import service_plots
-from minillm.show.recorded import recorded, verdict_here
+from minillm.show.live import progress
+from minillm.show.recorded import ledger, recorded
 from minillm.show.source import show_source
 from minillm.show.tables import text_table
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
-setting = Setting(quick=QUICK)
+setting = Setting(quick=QUICK, progress=progress)
 model = setting.model
 llama = minillm.ModelConfig.preset("llama-3-8b")
 print(device_name(model.device))
@@ -115,6 +116,11 @@ print(f"mean of the two p99: {averaged:.2f} s; p99 of all 1,100 requests: {of_bo
 # Chats with the lengths of a real service (shrunk to this machine). First a **closed loop**: four clients, each of
 # whom asks again when answered. It finds out how much this machine can do with four rows. Then **open loops**, where
 # requests arrive at random, whatever the server does: at 60 % and at 120 % of that rate.
+#
+# Predict: in which of the three is the p50 of the time to first token longest, and how many times the shortest is it?
+
+# %%
+my_guess = {"longest in": None, "times": None}
 
 # %%
 show_source(service.open_and_closed)
@@ -259,6 +265,28 @@ for name, records in runs.items():
     print(f"{name}: {rows_a_step:.1f} rows a step; a step was running {busy:.0%} of the time")
 
 # %% [markdown]
+# In the records of this page's last run:
+
+# %%
+# NBVAL_CHECK_OUTPUT
+watched = metrics.summary(list(runs.values())[-1])
+seen = {"TTFT": watched["ttft_s"]["p99"], "ITL": watched["itl_per_step_s"]["p99"],
+        "tokens/s": watched["output_tokens_per_s"], "achieved batch": watched["batch"]["mean_rows"],
+        "cache held": watched["kv"]["peak_share"], "queue depth": watched["queue_depth"]["mean"],
+        "queue time": watched["queue_s"]["p99"]}
+print("everything to be watched is in the records:", all(value is not None for value in seen.values()))
+print("watched:", ", ".join(seen))
+
+# %% [markdown]
+# ## Claims of the ledger that this page settles
+#
+# By the ledger's own rules: A5 on this device, just now, and on every device that has a recorded run; F4 from one busy
+# run in virtual time.
+
+# %%
+print(ledger({"A5": gauge.rows, "F4": traffic.watch(setting).rows}))
+
+# %% [markdown]
 # ## What a production engine calls this
 #
 # | here | vLLM | SGLang |
@@ -274,27 +302,11 @@ for name, records in runs.items():
 # Both export histograms, whose buckets bound how exactly a percentile can be read. TPOT, "time per output token", is
 # the latency after the first token over the tokens after it: a request's mean ITL.
 #
-# ## Claims of the ledger that this page settles
-
-# %%
-print(verdict_here("A5", gauge.rows))
-
-# %%
-# NBVAL_CHECK_OUTPUT
-watched = metrics.summary(list(runs.values())[-1])
-seen = {"TTFT": watched["ttft_s"]["p99"], "ITL": watched["itl_per_step_s"]["p99"],
-        "tokens/s": watched["output_tokens_per_s"], "achieved batch": watched["batch"]["mean_rows"],
-        "cache held": watched["kv"]["peak_share"], "queue depth": watched["queue_depth"]["mean"],
-        "queue time": watched["queue_s"]["p99"]}
-print("F4, everything to be watched is in the records:", all(value is not None for value in seen.values()))
-print("watched:", ", ".join(seen))
-
-# %% [markdown]
 # ## Exercise
 #
 # An operator reads: 12 requests a second, mean latency 2.5 s, 20 rows in the step on average. How many requests wait
-# in the queue on average, and how long does one wait? Fill in both. Exercise 10 in the folder `exercises` lets you
-# write TTFT, ITL and percentiles yourself.
+# in the queue on average, and how long does one wait? Fill in both. In
+# [exercise 10](../exercises/10_latencies.ipynb) you write TTFT, ITL and percentiles yourself.
 
 # %%
 waiting, wait_s = None, None

@@ -33,12 +33,13 @@ from minillm.measure import fleet, memory, service, traffic
 from minillm.measure.setting import Setting
 from minillm.measure.workload import lognormal
 from minillm.show import service_plots
-from minillm.show.recorded import verdict_here
+from minillm.show.live import progress
+from minillm.show.recorded import ledger
 from minillm.show.source import show_source
 from minillm.show.tables import text_table
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
-setting = Setting(quick=QUICK)
+setting = Setting(quick=QUICK, progress=progress)
 a100 = traffic.cost_model()  # Llama-3-8B in 16 bits on an A100, by its data sheet
 GB = 10**9
 
@@ -123,6 +124,11 @@ print("small batches only move the waiting into the queue; latency is shorter wi
 # Two kinds of work. People arrive at random and wait for short answers. Jobs (summaries, evaluations) were all handed
 # in at the start and only have to be done by morning. Four GPUs. Either all four take whatever comes, or two are kept
 # for people, with small chunks and at most 32 rows, and two for jobs.
+#
+# Predict, for pools over one mixed pool: people's p99 to the first token, and the time until the jobs are done.
+
+# %%
+my_guess = {"people's p99 TTFT, times": None, "jobs, times": None}
 
 # %%
 show_source(service.two_kinds, service.pools, fleet.serve)
@@ -155,7 +161,10 @@ print("pools: the jobs are done later:", apart["jobs_done_s"] > mixed["jobs_done
 #
 # ## Where it loses: the wrong cut
 #
-# The same two pools at noon: more people than their two GPUs can serve, and few jobs.
+# The same two pools at noon: more people than their two GPUs can serve, and few jobs. Which is better for people now?
+
+# %%
+my_guess = None
 
 # %%
 noon = service.mixed_and_pools(a100, service.two_kinds(100 if QUICK else 300, 90.0, 12))
@@ -203,7 +212,11 @@ print("pages: under the loose cap already a larger batch than slots:", paged_loo
 # ## Admission
 #
 # More requests come than one GPU can serve. Either they all queue, or a request that finds eight in the queue is told
-# at once to come again. Nobody gets more done. But who is served is served in time.
+# at once to come again. Nobody gets more done. But who is served is served in time. Predict: what share is refused, and
+# what does the p99 to the first token fall to?
+
+# %%
+my_guess = {"refused": None, "p99 TTFT, s": None}
 
 # %%
 rush = service.chats(80 if QUICK else 250, rate=24.0)
@@ -227,7 +240,10 @@ print("some were refused:", bounded["refused"] > 0, "and none without a bound:",
 # ## Prefix caching
 #
 # One system prompt of 4,096 tokens before short questions, six a second. Chapter 4 found most prompt tokens in the
-# pool. Here is what this does to the queue:
+# pool. What does this do to the queue? Predict the p50 of the time to first token with it, as a share of that without.
+
+# %%
+my_guess = None
 
 # %%
 caching = traffic.caps_and_caching(setting)
@@ -279,6 +295,14 @@ print("and about as many tokens are made, within a tenth:",
 # No prompt can disturb an answer any more. The price: one GPU for prompts in place of two, the transfer, and again a
 # cut that must fit the traffic. Code completion (long prompts, short answers) would leave the decoding GPU idle.
 #
+# ## Claims of the ledger that this page settles
+#
+# In virtual time, on an A100; by the ledger's own rules.
+
+# %%
+print(ledger({"C9": caps, "F1": load, "F2": traffic.pools(setting).rows, "F3": caching.rows, "F7": split.rows}))
+
+# %% [markdown]
 # ## What a production engine calls this
 #
 # | here | vLLM | SGLang |
@@ -291,23 +315,12 @@ print("and about as many tokens are made, within a tenth:",
 # | prefix caching | `--enable-prefix-caching` | RadixAttention, on by default |
 # | prompts and answers apart | `--kv-transfer-config` | `--disaggregation-mode prefill`, `decode` |
 #
-# ## Claims of the ledger that this page settles
-#
-# In virtual time, on an A100; by the ledger's own rules.
-
-# %%
-print(verdict_here("F1", load))
-print(verdict_here("F2", traffic.pools(setting).rows))
-print(verdict_here("F3", caching.rows))
-print(verdict_here("F7", split.rows))
-print(verdict_here("C9", caps))
-
-# %% [markdown]
 # ## Exercise
 #
 # The pools of noon had two GPUs for people. Find a number for which people's p99 to the first token is below that of
-# the mixed pool (one line to change), and look at what the jobs pay. Exercise 12 in the folder `exercises` asks for
-# more: a scheduler of your own that beats this one's p99.
+# the mixed pool (one line to change), and look at what the jobs pay.
+# [Exercise 12](../exercises/12_beat_the_scheduler.ipynb) asks for more: a scheduler of your own that beats this one's
+# p99.
 
 # %%
 gpus_for_people = 2

@@ -43,12 +43,13 @@ from minillm.measure.simulation import beside_the_articles, worked_example_rows
 from minillm.measure.virtual import CostModel
 from minillm.model.source import DEFAULT
 from minillm.show import plots, service_plots
-from minillm.show.recorded import verdict_here
+from minillm.show.live import progress
+from minillm.show.recorded import ledger
 from minillm.show.source import show_source
 from minillm.show.tables import text_table
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
-setting = Setting(quick=QUICK)
+setting = Setting(quick=QUICK, progress=progress)
 model = setting.model
 GPU = setting.gpu
 PRICE = traffic.PRICE  # dollars an hour of an A100: what the articles' two costs imply
@@ -151,7 +152,11 @@ print(f"prompt {prompt_s:.2f} s, answer {answer_s:.2f} s: the prompt takes {prom
 
 # %% [markdown]
 # So with prompts computed, most of the GPU's time goes there, and the batch of the decodes matters less. The same
-# three set-ups again, both ways:
+# three set-ups again, both ways. Predict: with prompts computed, how many times the static batch's tokens does the
+# second make?
+
+# %%
+my_guess = None
 
 # %%
 few = {"requests": 64, "scale": 0.1} if QUICK else {"requests": 192, "scale": 0.5}
@@ -196,6 +201,11 @@ print("111 people at 8 bits wait less than 0.7 times as long:", step["int8", 111
 # The same three set-ups with the real model and the real clock, at this machine's scale. Contexts are short, and all
 # prompts are computed. The memory for keys and values holds a few full contexts; with 8 bits in place of 32 it holds
 # nearly four times as many. (Of fewer than 100 requests, p99 is the longest.)
+#
+# Predict: how many times the tokens per second of the static batch, with pages, and with 8 bits as well?
+
+# %%
+my_guess = {"pages": None, "8 bits": None}
 
 # %%
 sizes = {"requests": 8, "context": 48, "answer": 12, "static_batch": 2, "fit": 4} if QUICK else {
@@ -221,6 +231,14 @@ print("rows that worked, on average, grow too:", here.rows[0]["mean_rows"] < her
       < here.rows[2]["mean_rows"])
 
 # %% [markdown]
+# ## Claims of the ledger that this page settles
+#
+# By the ledger's own rules, in virtual time. The full sizes decide; the test sizes have short contexts.
+
+# %%
+print(ledger(dict.fromkeys(("G1", "G2", "G3"), example.rows)))
+
+# %% [markdown]
 # ## What a production engine calls this
 #
 # | here | elsewhere |
@@ -230,20 +248,11 @@ print("rows that worked, on average, grow too:", here.rows[0]["mean_rows"] < her
 # | cost of a million tokens | what API prices are quoted in, separately for input, cached input and output |
 # | history in the cache | "prompt caching", "context caching", at a lower price per token |
 #
-# ## Claims of the ledger that this page settles
-#
-# By the ledger's own rules, in virtual time. The full sizes decide; the test sizes have short contexts.
-
-# %%
-for claim in ("G1", "G2", "G3"):
-    print(verdict_here(claim, example.rows))
-
-# %% [markdown]
 # ## Exercise
 #
 # An H100 costs $4.00 an hour and reads 1.64 times as fast as an A100. Its memory is the same 80 GB. With 111 people at
-# 4,096 tokens, which of the two makes the cheaper token? Decide first, then let the cell compute. Exercise 1 in the
-# folder `exercises` has the sums behind it.
+# 4,096 tokens, which of the two makes the cheaper token? Decide first, then let the cell compute.
+# [Exercise 1](../exercises/01_step_cost.ipynb) has the sums behind it.
 
 # %%
 cheaper = None  # "a100-80gb" or "h100"

@@ -34,7 +34,8 @@ from minillm.measure import diagnose, traffic
 from minillm.measure.diagnose import CASES, CURES
 from minillm.measure.setting import Setting
 from minillm.show import service_plots
-from minillm.show.recorded import verdict_here
+from minillm.show.live import progress
+from minillm.show.recorded import ledger
 from minillm.show.source import show_source
 from minillm.show.tables import text_table
 
@@ -197,6 +198,29 @@ bill = reveal("the bill")
 # Four GPUs share out what one batch could hold. Fill the batch before you add GPUs; here, take GPUs away. What does
 # half of them do to the latency? Look it up with `examine("the bill", "half of the GPUs")`.
 #
+# The same traffic on 1, 2, 4 and 8 GPUs, in full. Predict: how many times the tokens per second of one do eight make?
+
+# %%
+my_guess = None
+
+# %%
+setting = Setting(quick=QUICK, progress=progress)
+fleets = traffic.replicas(setting).rows
+FLEETS = {"replicas": "GPUs", "mean_rows": "rows each", "tokens_per_s": "tokens/s", "times_one": "times one",
+          "latency_p50_s": "latency p50, s", "cost_per_million_output_tokens": "$ a million"}
+print(text_table(fleets, FLEETS))
+
+# %%
+one, eight = fleets[0], fleets[-1]
+service_plots.side_by_side(
+    [{**row, "label": f"{row['replicas']} GPUs" if row is not one else "1 GPU"} for row in fleets], "label",
+    {"mean_rows": "rows in a step of each", "tokens_per_s": "tokens/s of all",
+     "cost_per_million_output_tokens": "$ a million tokens"},
+    f"Eight GPUs make {eight['times_one']:.1f} times the tokens of one: each runs {eight['mean_rows']:.1f} rows, "
+    f"not {one['mean_rows']:.1f}",
+)
+
+# %% [markdown]
 # ## Right and tempting
 #
 # For each case: the cure that the symptom asks for makes its figure better by a fifth or more, and the one that people
@@ -215,7 +239,10 @@ for name, rows in tables.items():
 # ## Where it loses: a cure makes another figure worse
 #
 # A cure is measured on its own symptom. Here is the cure of case 2 on the figures of everybody: what chunks of 256
-# tokens do to the time to first token of a long prompt.
+# tokens do to the time to first token of a long prompt. Guess: by how many per cent does its p50 change?
+
+# %%
+my_guess = None
 
 # %%
 chunked = diagnose.diagnose("stutter", "chunked prefill", REQUESTS)
@@ -230,6 +257,14 @@ service_plots.side_by_side(
 )
 
 # %% [markdown]
+# ## Claims of the ledger that this page settles
+#
+# By the ledger's own rules; F6 has six cases of its own.
+
+# %%
+print(ledger({"B9": fleets, "F5": traffic.achieved_batch(setting).rows, "F6": traffic.cures(setting).rows}))
+
+# %% [markdown]
 # ## What a production engine calls this
 #
 # | symptom | look at | cure | vLLM | SGLang |
@@ -241,26 +276,16 @@ service_plots.side_by_side(
 # | turned away | cache full | pages, 8 bits, a cap | `--kv-cache-dtype fp8` | `--kv-cache-dtype fp8_e4m3` |
 # | the bill | rows far below what fits | fewer GPUs | replicas of the deployment | the same |
 #
-# ## Claims of the ledger that this page settles
-#
-# By the ledger's own rule, which has its own six cases.
-
-# %%
-setting = Setting(quick=QUICK)
-print(verdict_here("F6", traffic.cures(setting).rows))
-print(verdict_here("F5", traffic.achieved_batch(setting).rows))
-
-# %% [markdown]
 # ## Exercise
 #
-# Exercise 11 in the folder `exercises` hands you runs of services that are not on this page, and asks for the cause.
-# Before you go there, make a case of your own: take one of the set-ups, break something, and give the plots to
-# somebody else.
+# [Exercise 11](../exercises/11_sick_servers.ipynb) hands you runs of services that are not on this page, and asks for
+# the cause; in [exercise 10](../exercises/10_latencies.ipynb) you write the figures that give it away. Before you go
+# there, make a case of your own: take one of the set-ups, break something, and give the plots to somebody else.
 
 # %%
 broken = diagnose.CASES["crowd"].setup.with_settings(max_step_tokens=16)
 row, records = diagnose.run(broken, CASES["crowd"].load(REQUESTS))
-service_plots.over_time({"what is wrong here?": records})
+service_plots.over_time({"broken": records}, title="What is wrong here?")
 
 # %% [markdown]
 # [How these pages are made](README.md) · before: [10 · The worked example](10_worked_example.ipynb) · next:

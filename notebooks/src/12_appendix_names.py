@@ -25,6 +25,7 @@ from pathlib import Path
 from IPython.display import Markdown
 
 from minillm.show.names import NAMES, names_table, resolve
+from minillm.show.recorded import recorded
 
 # %% [markdown]
 # ## Predict
@@ -46,8 +47,7 @@ Markdown(names_table())
 # NBVAL_CHECK_OUTPUT
 found = [resolve(name.here) for name in NAMES]
 print(f"{len(found)} names, all found: {all(thing is not None for thing in found)}")
-print("each has a chapter on this shelf:",
-      all(any(Path().glob(f"{name.chapter:02d}_*.ipynb")) for name in NAMES if name.chapter not in (5, 6)))
+print("each has a chapter on this shelf:", all(any(Path().glob(f"{name.chapter:02d}_*.ipynb")) for name in NAMES))
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -79,6 +79,25 @@ except LookupError as error:
 # | "dynamic batching" | what chapter 3 does | often a static batch that waits a little for company |
 # | "p99" | a bad case | of fewer than 100 values, the worst case (chapter 7) |
 #
+# ## The same figures, of a server of yours
+#
+# The metrics have the same definitions whoever serves. Start vLLM, SGLang or llama.cpp, and let this package's client
+# put the course's chats on it:
+#
+# ```
+# vllm serve MODEL --served-model-name NAME --port 8000
+# minillm bench chat --url http://127.0.0.1:8000/v1 --model NAME --clients 8
+# ```
+#
+# It reports TTFT, ITL and the rest as the client sees them. With `--label` and `--save` the run is kept; these are:
+
+# %%
+SERVERS = {"server": "server", "model": "model", "workload": "workload", "loop": "loop", "requests": "requests",
+           "failed": "failed", "tokens_per_s": "tokens/s", "mean_in_flight": "in flight", "ttft_p50_ms": "TTFT p50, ms",
+           "ttft_p99_ms": "p99", "itl_p50_ms": "ITL p50, ms", "itl_p99_ms": "p99"}
+print(recorded("bench_servers", SERVERS))
+
+# %% [markdown]
 # ## Exercise
 #
 # Take the start command of a server that you run, or one from a blog. For each flag, find its line in the table and the
