@@ -238,7 +238,7 @@ print(recorded("gain_by_spread", GAINS))
 my_guess = {"whole run": None, "answers only": None}
 
 # %%
-setting = Setting(quick=QUICK, progress=progress)
+setting = Setting(quick=QUICK or not GPU, progress=progress)  # the full size takes a CPU minutes
 setting.model = model
 chats = batching.continuous_vs_static(setting)
 CHATS = {"part": "part", "setup": "policy", "steps": "steps", "mean_rows": "rows, mean", "idle_share": "idle share",
