@@ -27,7 +27,9 @@ from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import KVStorage
 from minillm.ladder.request import SamplingParams
 
-CALIBRATION_TOKENS = 2048  # the end of the text, which is never measured
+# The end of the text, which is never measured. As long as the longest context that is: rotary positions turn slow
+# channels by less than a round in it, so their mean depends on how far the text goes.
+CALIBRATION_TOKENS = 4096
 ERROR_BLOCK = 64  # neighbouring tokens that count as one observation
 FREQUENCY_BUCKETS = {"rare": (0, 10), "medium": (10, 200), "common": (200, math.inf)}  # occurrences: (more than, up to]
 POSITION_BUCKETS = {"under_256": (0, 256), "256_to_1k": (256, 1024), "1k_to_2k": (1024, 2048), "2k_to_4k": (2048, 4096)}

@@ -126,7 +126,7 @@ for kv_format in ("fp32", "bf16", "int8", "int4"):
 # %%
 corpus = python_help(tokenizer)
 queries, keys = queries_and_keys(model, corpus.documents(1, 256)[0, :-1])  # [L, N, heads, D]
-calibration = queries_and_keys(model, corpus.calibration[: 512 if QUICK else 2048])  # other text
+calibration = queries_and_keys(model, corpus.calibration[: 512 if QUICK else 4096])  # other text
 loudest = keys.abs().amax(1) / keys.abs().median(1).values  # [L, Hkv, D]
 layer = int(loudest.amax(-1).mean(-1).argmax())
 ways = {
@@ -153,7 +153,9 @@ plots.curves(
 #
 # - **rotate** both by one orthogonal matrix: q·k is unchanged, and a loud channel is spread over all;
 # - **scale**: divide each channel of k by a number measured once, and multiply q by it;
-# - **take the mean out**: a constant in every key adds the same to every score, which a softmax does not see.
+# - **take the mean out**: a constant in every key adds the same to every score, which a softmax does not see. It must
+#   be the mean over a text as long as the contexts to be served: rotary positions turn the slow channels by less than
+#   one round, so where they stand depends on how far a text goes.
 
 # %%
 show_source(Rotation.apply, ChannelScaling.calibrate, ChannelScaling.apply)
