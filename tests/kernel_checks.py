@@ -305,12 +305,14 @@ def test_graphs_recorded_before_they_are_needed_store_nothing_and_replay_as_othe
 def test_an_engine_with_graphs_gives_the_plain_paths_tokens(monkeypatch):
     """Speculation with right and wrong drafts: rows of several lengths replay the graphs of decodes."""
     monkeypatch.setattr(graphs_module, "CudaRecorder", CudaRecorder if GPU else Replays)
-    model = model_here(num_hidden_layers=1)
     prompts, params = [[5, 6, 5, 6, 5], [50]], SamplingParams(max_tokens=3)
     answers, settings = [], {"block_size": 4, "max_context": 16, "max_batch": 2}
     for chosen in (None, kernels):
         monkeypatch.setattr(attention, "kernels_for", lambda device, chosen=chosen: chosen)
         monkeypatch.setattr(graphs_module, "kernels_for", lambda device, chosen=chosen: chosen)
+        steps = fused if chosen else elementwise
+        monkeypatch.setattr(llama, "elementwise_for", lambda device, steps=steps: steps)
+        model = model_here(num_hidden_layers=1)
         engine = Engine(model, speculator=Speculator(NgramProposer(), 2), **settings)
         answers.append([answer.token_ids for answer in engine.generate(prompts, params)])
     assert answers[0] == answers[1]
