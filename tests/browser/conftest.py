@@ -54,6 +54,9 @@ def lab(tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     token = secrets.token_hex(8)
+    settings = work / "config" / "labconfig" / "page_config.json"  # else it asks, over the page, whether to fetch news
+    settings.parent.mkdir(parents=True)
+    settings.write_text('{"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": true}}')
     env = os.environ | {"MINILLM_QUICK": "1", "PYTHONPATH": str(ROOT), "JUPYTER_CONFIG_DIR": str(work / "config")}
     server = subprocess.Popen(
         [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}",

@@ -47,6 +47,8 @@ def test_a_slider_moved_by_keyboard_changes_the_picture(browser, lab, name):
         "([old, selector]) => document.querySelector(selector).querySelector('img.widget-image').src !== old",
         arg=[before, PANEL], timeout=MINUTES,
     )
+    page.wait_for_timeout(1000)
+    page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=2 * MINUTES)  # the last move
     SCREENSHOTS.mkdir(exist_ok=True)
     panel.screenshot(path=SCREENSHOTS / f"{name}.png")
     page.screenshot(path=SCREENSHOTS / f"{name}_page.png")
