@@ -60,7 +60,7 @@ def lab(tmp_path_factory):
     env = os.environ | {"MINILLM_QUICK": "1", "PYTHONPATH": str(ROOT), "JUPYTER_CONFIG_DIR": str(work / "config")}
     server = subprocess.Popen(
         [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}",
-         f"--IdentityProvider.token={token}", "--LabApp.news_url=None", "--LabApp.check_for_updates_class="
+         f"--IdentityProvider.token={token}", "--LabApp.check_for_updates_class="
          "jupyterlab.NeverCheckForUpdate", str(work / "notebooks")],
         env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )
