@@ -250,6 +250,7 @@ plots.curves(
 bench = speculation.Bench(model, tokenizer, few=1 if QUICK else 4, tokens=16 if QUICK else 48, turns=1, seed=0)
 kinds = (("copy", "n-gram"), ("chat", "n-gram"), ("chat", "drafter"))
 table = [bench.run(speculation.Case(*kind, 4, batch), costs) for kind in kinds for batch in batches]
+table += [bench.run(speculation.Case("chat", "drafter", 1, batch), costs) for batch in batches]  # one surer draft
 table += [bench.run(speculation.Case("chat", "drafter", "adaptive", batch), costs) for batch in batches[-1:]]
 SPEEDS = {"prompts": "prompts", "drafts": "drafts", "k": "k", "batch": "batch", "acceptance": "accepted",
           "tokens_per_round": "tokens a round", "tokens_per_s": "tokens/s", "speedup": "times plain",
@@ -262,6 +263,8 @@ lines = {}
 for kind in kinds:
     own = [row for row in fixed if (row["prompts"], row["drafts"]) == kind]
     lines[", ".join(kind)] = [row["batch"] for row in own], [row["speedup"] for row in own]
+surer = [row for row in table if row["k"] == 1]
+lines["chat, drafter, one draft"] = [row["batch"] for row in surer], [row["speedup"] for row in surer]
 lines["plain decoding"] = (list(batches), [1.0] * len(batches))
 found = list(speculation.crossovers(table))
 said = [f"{row['drafts']} on {row['prompts']} "
