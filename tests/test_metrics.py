@@ -110,7 +110,7 @@ def test_itl_per_token_and_per_step_differ_where_a_step_gives_several():
     events = RequestRecord("r", 0.0, 3, first_scheduled=0.0, finish=20.0, finish_reason="length",
                            token_times=[0.0, 10.0, 10.0, 10.0, 20.0, 20.0])
     found = metrics.latencies([events])
-    assert metrics.step_gaps(events) == [(10.0, 3), (10.0, 2)]
+    assert [part.tolist() for part in metrics.step_gaps(events)] == [[10.0, 10.0], [3, 2]]
     assert (found["itl_per_step_s"]["n"], found["itl_per_step_s"]["p50"]) == (2, 10)
     assert found["itl_per_token_s"]["n"] == 5 == events.output_tokens - 1
     assert found["itl_per_token_s"]["p50"] == pytest.approx(10 / 3) and found["itl_per_token_s"]["max"] == 5

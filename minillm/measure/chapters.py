@@ -224,7 +224,7 @@ def with_long_prompt(
 def stall_row(records: Records, late: RequestRecord, chunked: bool, budget: int) -> dict:
     """One row of `stall_by_chunking`."""
     stream = next(life for life in records.requests if life.request_id == 0)
-    gaps = [gap * 1e3 for gap, _ in metrics.step_gaps(stream)]
+    gaps = (metrics.step_gaps(stream)[0] * 1e3).tolist()
     start = stream.arrival
     return {
         "prompt": "in chunks" if chunked else "whole", "step_budget": budget,

@@ -190,7 +190,7 @@ def latency_distributions(runs: Mapping[str, Sequence[RequestRecord]], title: st
     with drawing(1, 2, size=(10, 4.4), sharey=True) as (figure, axes):
         for number, (name, requests) in enumerate(runs.items(), start=1):
             first = [record.first_token - record.arrival for record in requests]
-            gaps = [gap for record in requests for gap, _ in metrics.step_gaps(record)]
+            gaps = [gap for record in requests for gap in metrics.step_gaps(record)[0]]
             for ax, values in zip(axes[0], (first, gaps), strict=True):
                 xs, ys = shares(values)
                 ax.step(xs, ys, where="post", color=plots.colour(number), label=f"{name} (n = {len(values):,})",

@@ -70,7 +70,7 @@ engine = virtual_engine(second_a_step, max_batch=1)
 play(engine, [WorkItem(0.0, [1, 2, 3], 3), WorkItem(0.0, [4, 5, 6], 3)])
 for record in engine.records.requests:
     queue, ttft = record.first_scheduled - record.arrival, record.first_token - record.arrival
-    itl = [gap for gap, _ in metrics.step_gaps(record)]
+    itl = metrics.step_gaps(record)[0].tolist()
     print(f"{record.request_id}: queue {queue:.0f} s, TTFT {ttft:.0f} s, ITL {itl} s, "
           f"latency {record.finish - record.arrival:.0f} s")
 

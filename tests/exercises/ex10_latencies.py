@@ -94,7 +94,7 @@ def ttft_by_minimum(record):
 
 
 def gaps_by_steps(record):
-    return [gap / number for gap, number in metrics.step_gaps(record) for _ in range(number)]
+    return [gap / number for gap, number in zip(*metrics.step_gaps(record), strict=True) for _ in range(number)]
 
 
 def gaps_by_numpy(record):

@@ -16,7 +16,7 @@ from minillm.grading.notebook import Cell, read, run_cells, without_magics
 
 FOLDER = Path(__file__).resolve().parents[2] / "exercises"
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
-SECONDS = 0.3  # of processor time for a mutant's check: many never end, and a right answer takes milliseconds
+SECONDS = 1.0  # of processor time for a mutant's check: many never end, and a right answer takes milliseconds
 
 
 @dataclass(frozen=True)
