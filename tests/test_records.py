@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import tracemalloc
 
@@ -12,7 +13,7 @@ from fakes import BLOCK_SIZE, busy_engines, expected_output, fake_engine, on_ran
 from hypothesis import given
 
 from minillm.ladder.engine import Engine
-from minillm.ladder.records import Histogram
+from minillm.ladder.records import Histogram, Records
 from minillm.ladder.request import SamplingParams
 
 
@@ -131,21 +132,39 @@ def test_distinct_prompts_hit_nothing_and_an_idle_engine_holds_nothing():
     assert stats.blocks_cached > 0, "idle blocks that are still known are no leak, and must not be counted as live"
 
 
-def test_the_work_of_an_aborted_request_is_counted():
-    engine = fake_engine()
+@pytest.mark.parametrize("mode", ["all", "summary"])
+def test_the_work_of_an_aborted_request_is_counted(mode):
+    engine = fake_engine(records=mode)
     engine.add([1, 2, 3], params(10), "a")
     tokens = [token for _ in range(4) for event in engine.step() for token in event.token_ids]
     engine.abort("a")
-    (record,) = engine.records.requests
     assert tokens == expected_output((1, 2, 3), 4)
-    assert engine.records.totals["output_tokens"] == record.output_tokens == 4
-    assert (engine.records.totals["finished_abort"], record.finish_reason) == (1, "abort")
-    assert {name: histogram.n for name, histogram in engine.records.histograms.items()} == {
-        "queue": 0, "ttft": 0, "itl": 0, "latency": 0,  # its times would flatter or spoil those of whole answers
-    }
+    assert engine.records.totals["output_tokens"] == 4
+    assert engine.records.totals["finished_abort"] == 1
+    if mode == "all":
+        (record,) = engine.records.requests
+        assert (record.output_tokens, record.finish_reason) == (4, "abort")
+    # its times would flatter or spoil those of whole answers
+    assert durations(engine.records) == {"queue": [], "ttft": [], "itl": [], "latency": []}
 
 
 # -- times ----------------------------------------------------------------------------------------
+
+
+def durations(records: Records) -> dict[str, list[float]]:
+    """What the run tells of durations, be it of its requests or, rounded to whole seconds, of its histograms."""
+    if records.mode == "summary":
+        return {
+            name: sorted(round(math.exp(bucket * Histogram.GROWTH)) for bucket in histogram.buckets.elements())
+            for name, histogram in records.histograms.items()
+        }
+    ended = [r for r in records.requests if r.finish_reason != "abort" and r.token_times]
+    return {
+        "queue": [r.first_scheduled - r.arrival for r in ended],
+        "ttft": [r.first_token - r.arrival for r in ended],
+        "itl": [later - earlier for r in ended for earlier, later in itertools.pairwise(r.token_times)],
+        "latency": [r.finish - r.arrival for r in ended],
+    }
 
 
 @pytest.mark.parametrize("mode", ["all", "summary"])
@@ -155,9 +174,9 @@ def test_time_to_first_token_counts_from_arrival_and_the_queue_is_told_apart(mod
     assert [a.timing.ttft for a in answers] == [10, 20, 30, 40]
     assert [a.timing.first_scheduled - a.timing.arrival for a in answers] == [0, 10, 20, 30]
     assert [a.timing.finish for a in answers] == [10, 20, 30, 40]
-    for name, highest in [("queue", 30), ("ttft", 40), ("latency", 40)]:
-        histogram = engine.records.histograms[name]
-        assert (histogram.n, histogram.highest) == (4, highest)
+    assert durations(engine.records) == {
+        "queue": [0, 10, 20, 30], "ttft": [10, 20, 30, 40], "itl": [], "latency": [10, 20, 30, 40],
+    }
 
 
 def test_time_to_first_token_counts_from_an_arrival_that_the_engine_was_too_busy_to_see():
@@ -169,8 +188,9 @@ def test_time_to_first_token_counts_from_an_arrival_that_the_engine_was_too_busy
     assert (timing.arrival, timing.first_scheduled, timing.first_token, timing.ttft) == (3, 10, 20, 17)
 
 
-def test_a_request_aborted_before_its_first_token_is_counted_and_not_averaged():
-    engine = fake_engine(seconds=10.0, max_batch=1)
+@pytest.mark.parametrize("mode", ["all", "summary"])
+def test_a_request_aborted_before_its_first_token_is_counted_and_not_averaged(mode):
+    engine = fake_engine(seconds=10.0, max_batch=1, records=mode)
     engine.add([1], params(2), "a")
     engine.add([2], params(2), "b")
     engine.step()
@@ -178,11 +198,10 @@ def test_a_request_aborted_before_its_first_token_is_counted_and_not_averaged():
     run(engine)
     records = engine.records
     assert (records.totals["finished_abort"], records.totals["finished_length"]) == (1, 1)
-    assert {name: histogram.n for name, histogram in records.histograms.items()} == {
-        "queue": 1, "ttft": 1, "itl": 1, "latency": 1,
-    }
-    timing = {r.request_id: r.timing for r in records.requests}["b"]
-    assert (timing.first_scheduled, timing.first_token, timing.ttft, timing.finish) == (None, None, None, 10)
+    assert durations(records) == {"queue": [0], "ttft": [10], "itl": [10], "latency": [20]}
+    if mode == "all":
+        timing = {r.request_id: r.timing for r in records.requests}["b"]
+        assert (timing.first_scheduled, timing.first_token, timing.ttft, timing.finish) == (None, None, None, 10)
 
 
 def test_several_tokens_of_one_step_have_one_time_each_and_an_only_token_has_no_gap():
@@ -193,10 +212,11 @@ def test_several_tokens_of_one_step_have_one_time_each_and_an_only_token_has_no_
     (record,) = engine.records.requests
     assert record.token_times == [10, 20, 20, 20, 30, 30]
     assert [(step.due_rows, step.output_tokens) for step in engine.records.steps] == [(1, 1), (1, 3), (1, 2)]
-    assert engine.records.histograms["itl"].n == 5
-    engine = fake_engine()
-    engine.generate([[1]], params(1))
-    assert (engine.records.histograms["ttft"].n, engine.records.histograms["itl"].n) == (1, 0)
+    assert durations(engine.records)["itl"] == [10, 0, 0, 10, 0]
+    for mode in ("all", "summary"):
+        engine = fake_engine(records=mode)
+        engine.generate([[1]], params(1))
+        assert (len(durations(engine.records)["ttft"]), durations(engine.records)["itl"]) == (1, [])
 
 
 def test_a_run_that_is_cut_at_its_stop_counts_up_to_the_stop():
@@ -258,8 +278,12 @@ def test_a_summary_keeps_the_counts_and_histograms_of_full_records_and_no_list()
     assert (summary.requests, summary.steps, summary.live) == ([], [], {})
     assert (summary.totals, summary.peaks) == (full.totals, full.peaks)
     assert (summary.began, summary.ended) == (full.began, full.ended)
-    for name, histogram in full.histograms.items():
-        assert summary.histograms[name].buckets == histogram.buckets
+    assert full.histograms == {}
+    for name, values in durations(full).items():
+        histogram = Histogram()
+        histogram.add(*values)
+        assert (summary.histograms[name].buckets, summary.histograms[name].highest) == (
+            histogram.buckets, histogram.highest)
 
 
 @pytest.mark.parametrize(("mode", "bytes_per_request"), [("summary", (-20, 20)), ("all", (300, 10_000))])

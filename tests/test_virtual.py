@@ -1,18 +1,16 @@
 """Virtual time: the real scheduler on simulated steps, costs worked out by hand, a fit that predicts another run."""
 
-import time
 from dataclasses import replace
 
 import pytest
-from tiny import random_tensors, tiny_config
+from tiny import tiny_config
 
-from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import kv_bytes_per_token
 from minillm.ladder.records import Records
 from minillm.ladder.request import SamplingParams
 from minillm.measure import metrics
 from minillm.measure.fleet import least_loaded, round_robin, run_until, serve, serve_disaggregated
-from minillm.measure.prediction import LIMITS, clock_for, swelling
+from minillm.measure.prediction import LIMITS, swelling
 from minillm.measure.roofline import StepShape, least_work, read_numbers
 from minillm.measure.simulation import worked_example_rows
 from minillm.measure.virtual import (
@@ -25,9 +23,8 @@ from minillm.measure.virtual import (
     step_seconds,
     virtual_engine,
 )
-from minillm.measure.workload import WorkItem, chat, lognormal, make_workload, play, shared_prefix
+from minillm.measure.workload import WorkItem, chat, lognormal, play, shared_prefix
 from minillm.model.config import ModelConfig
-from minillm.model.llama import Llama
 
 SMALL = tiny_config(max_position_embeddings=8192)
 TOKEN_BYTES = kv_bytes_per_token(SMALL, "bf16")
@@ -141,14 +138,6 @@ def test_drafts_help_one_user_and_a_draft_model_costs_its_time():
         play(engine, [WorkItem(0.0, list(range(100)), 200)])
         seconds[name] = engine.clock.now()
     assert seconds["free"] < 0.45 * seconds["none"] and seconds["free"] < seconds["model"] < seconds["none"]
-
-
-def test_a_hundred_thousand_rows_take_seconds():
-    engine = virtual_engine(A100, kv_memory=60 * 10**9, max_batch=128, max_step_tokens=2048)
-    start = time.process_time()
-    play(engine, make_workload("yardstick", requests=192))
-    rows = engine.records.totals["rows"]
-    assert rows > 90_000 and rows / (time.process_time() - start) > 50_000  # about 200,000 on an idle core
 
 
 # -- several steps at once ------------------------------------------------------------------------
@@ -300,42 +289,6 @@ def test_time_between_steps_counts_where_work_went_on_and_not_where_the_engine_w
 def test_too_short_a_run_is_refused():
     with pytest.raises(ValueError, match="0 recorded steps cannot settle 5 numbers"):
         fit(Records("summary"), SMALL, "bf16", 1000)
-
-
-@pytest.mark.slow  # not for its length: where others keep the memory busy, no run is like another
-def test_fitted_to_one_real_run_it_predicts_another():
-    """Throughput within 5 %, p50 latencies within 10 %. A neighbour may spoil a sitting: one of three must do."""
-    sittings = []
-    for _ in range(3):
-        sittings.append(one_sitting())
-        if all(abs(t) < 0.05 and abs(ttft) < 0.1 and abs(itl) < 0.1 for t, ttft, itl in sittings[-1]):
-            return
-    pytest.fail(f"errors of throughput, TTFT and ITL on two loads, in three sittings: {sittings}")
-
-
-def one_sitting():
-    with clock_for(gpu=False) as clock:
-        return errors_of_two_loads(clock)
-
-
-def errors_of_two_loads(clock):
-    config = tiny_config(vocab_size=12_000, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, head_dim=64)
-    model = Llama(config, random_tensors(config))
-    load = {"max_batch": 16, "max_step_tokens": 128, "kv_memory": 1 << 28}
-
-    def real(items, clients=None):
-        engine = Engine(model, clock=clock(), **load)
-        play(engine, items, clients)
-        return engine.records
-
-    real(chat(4, scale=0.1))  # warm-up
-    cost = fit(real(swelling(chat(40, rate=12, scale=0.1))), config, "fp32", model.weight_bytes)
-    found = []
-    for items, clients in ((lognormal(0.8, 24, 30, 40, seed=3), 6), (chat(32, rate=8, scale=0.15, seed=7), None)):
-        engine = virtual_engine(cost, **load)
-        play(engine, items, clients)
-        found.append(errors(metrics.summary(real(items, clients)), metrics.summary(engine.records)))
-    return found
 
 
 # -- several engines ------------------------------------------------------------------------------

@@ -260,5 +260,8 @@ def _overhead(arguments) -> int:
     for row in result.rows:
         if "served" in row:
             print(f"after {row['served']:,} requests, Python's own memory peaked at {row['memory_kb']:,.0f} KB")
+        if "simulated_chats" in row:
+            print(f"virtual time: {row['row_steps_per_s']:,.0f} row-steps a second ({row['min_per_s']:,.0f} to "
+                  f"{row['max_per_s']:,.0f}) over {row['simulated_chats']:,} chats, {row['row_steps']:,} row-steps")
     write(arguments, result, {"device": result.provenance.device, "rows": result.rows})
     return 0

@@ -513,6 +513,10 @@ class Engine:
             if self.tokenizer is None:
                 raise RequestError("a prompt of text needs a tokenizer: Engine(model, tokenizer); or pass token ids")
             return self.tokenizer.encode(prompt)
+        if isinstance(prompt, range) and prompt:  # as virtual time has: its ends speak for all
+            low, high = sorted((prompt[0], prompt[-1]))
+            if low >= 0 and high < self.config.vocab_size:
+                return list(prompt)
         try:
             ids = list(prompt)
         except TypeError:

@@ -63,7 +63,8 @@ class BlockPool:
         """`number` blocks for one holder; None, and nothing changed, if there are not so many."""
         if number > self.num_available:
             return None
-        blocks = [self._pop() for _ in range(number)]
+        blocks = [self.free.popitem(last=False)[0] for _ in range(min(number, len(self.free)))]
+        blocks += [self._evict() for _ in range(number - len(blocks))]
         for block in blocks:
             self.references[block] = 1
         return blocks
@@ -127,10 +128,8 @@ class BlockPool:
     def _tokens(self, tokens: Sequence[int], i: int) -> tuple[int, ...]:
         return tuple(tokens[i * self.block_size : (i + 1) * self.block_size])
 
-    def _pop(self) -> int:
-        """A free block, or else the cached one that was used longest ago, which the index then forgets."""
-        if self.free:
-            return self.free.popitem(last=False)[0]
+    def _evict(self) -> int:
+        """The cached block that was used longest ago, which the index then forgets."""
         block, _ = self.cached.popitem(last=False)
         del self.node_of[self.key_of.pop(block)]
         return block

@@ -1,7 +1,7 @@
 """What happened, as plain data: one record a step, one a request. Every metric is computed from these.
 
-With `mode="summary"` the lists stay empty and only counters and histograms are kept, whose
-memory does not grow however long the engine serves.
+With `mode="summary"` the lists stay empty, and histograms of the durations stand in for
+them, whose memory does not grow however long the engine serves.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ class Records:
         self.live: dict[RequestId, RequestRecord] = {}
         self.totals: Counter[str] = Counter()
         self.peaks: Counter[str] = Counter()
-        self.histograms = {name: Histogram() for name in ("queue", "ttft", "itl", "latency")}
+        durations = ("queue", "ttft", "itl", "latency") if mode == "summary" else ()
+        self.histograms = {name: Histogram() for name in durations}
         self.began: float | None = None
         self.ended: float | None = None
 
@@ -199,7 +200,7 @@ class Records:
         self.totals[f"finished_{request.finish_reason}"] += 1
         if self.mode == "all":
             self.requests.append(record)
-        if request.finish_reason != "abort" and record.token_times:
+        elif request.finish_reason != "abort" and record.token_times:
             self.histograms["queue"].add(record.first_scheduled - record.arrival)
             self.histograms["ttft"].add(record.first_token - record.arrival)
             self.histograms["latency"].add(now - record.arrival)

@@ -1,4 +1,4 @@
-"""What the engine itself costs: its time a step and its memory, with a model that computes nothing."""
+"""What the engine itself costs: its time a step, its memory, and its speed in virtual time. No model computes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from minillm.ladder.engine import Engine
 from minillm.ladder.request import SamplingParams
 from minillm.measure.chapters import NoForward
 from minillm.measure.measurement import Measurement, Spread, provenance
+from minillm.measure.simulation import Service, simulate
 from minillm.model.config import ModelConfig
 
 PRESET = "smollm2-135m"
@@ -22,8 +23,8 @@ def new_engine(max_batch: int) -> Engine:
     return Engine(None, executor=executor, max_batch=max_batch, max_step_tokens=2048, records="summary")
 
 
-def overhead(steps: int = 200, warmups: int = 50) -> Measurement:
-    """Milliseconds a step, by batch and queue; and the memory after so many requests.
+def overhead(steps: int = 200, warmups: int = 50, chats: int = 10_000) -> Measurement:
+    """Milliseconds a step, by batch and queue; the memory after so many requests; row-steps a second in virtual time.
 
     The prefix index is part of that memory. It grows until every block of the pool is known,
     here after about 400 requests, and no further.
@@ -36,6 +37,7 @@ def overhead(steps: int = 200, warmups: int = 50) -> Measurement:
                          "min_ms": spread.min * 1e3, "max_ms": spread.max * 1e3})
     peaks = memory_kb(32, SERVED)
     rows += [{"batch_rows": 32, "served": served, "memory_kb": kb} for served, kb in peaks.items()]
+    rows.append(simulated(chats))
     return Measurement("overhead", provenance(f"none ({PRESET}'s shape)", "none", "cpu", seed=0, spread=spread), rows)
 
 
@@ -68,3 +70,15 @@ def memory_kb(batch: int, after: tuple[int, ...]) -> dict[int, float]:
             peaks[number + 1] = tracemalloc.get_traced_memory()[1] / 1e3
     tracemalloc.stop()
     return peaks
+
+
+def simulated(chats: int, repeats: int = 3) -> dict:
+    """Row-steps (a request in a step) that one core runs in a second of virtual time's work, metrics included."""
+    speeds = []
+    for _ in range(repeats):
+        start = time.process_time()
+        row_steps = simulate("chat", Service(), requests=chats)["row_steps"]
+        speeds.append(row_steps / (time.process_time() - start))
+    spread = Spread.of(speeds)
+    return {"simulated_chats": chats, "row_steps": row_steps, "row_steps_per_s": spread.median,
+            "min_per_s": spread.min, "max_per_s": spread.max}

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count, groupby, pairwise, takewhile
+from itertools import count, groupby, islice, pairwise, takewhile
 
 import numpy as np
 import torch
@@ -186,7 +186,7 @@ class VirtualExecutor:
     ) -> None:
         self.cost, self.clock, self.prompts_received, self.proposer = cost, clock, prompts_received, proposer
         self.config = replace(cost.config, vocab_size=1 << 62, eos_token_id=())  # room for all tokens given
-        self.next_token = count(GIVEN_TOKENS).__next__
+        self.new_tokens = count(GIVEN_TOKENS)
 
     def run(self, plan: StepPlan) -> list[list[int]]:
         """The new tokens of each due row: one, or the accepted drafts and one, or one for each run of the plan."""
@@ -198,7 +198,7 @@ class VirtualExecutor:
         if plan.repeats:
             return self._repeat(plan)
         due = [row for row in plan.rows if row.due]
-        return [[*self.proposer.accepted(row), self.next_token()] if row.drafts else [self.next_token()] for row in due]
+        return [[*(self.proposer.accepted(row) if row.drafts else ()), next(self.new_tokens)] for row in due]
 
     def _repeat(self, plan: StepPlan) -> list[list[int]]:
         """Run a step of decodes again while no answer ends: each time every row stores one token more, and sees it."""
@@ -208,7 +208,7 @@ class VirtualExecutor:
             plan.ends.append(self.clock.time)
             stored += rows
             self.clock.advance(self.cost.seconds(StepShape(rows, rows, stored, stored)))
-        return [[self.next_token() for _ in range(len(plan.ends) + 1)] for _ in plan.rows]
+        return [list(islice(self.new_tokens, len(plan.ends) + 1)) for _ in plan.rows]
 
     def _computed(self, row: Row) -> tuple[int, int, int]:
         """(start, tokens, logits) of what must be computed of a row."""
