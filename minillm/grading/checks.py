@@ -1,23 +1,24 @@
-"""What an exercise is: tasks, their hints, and a small table of checks for each.
+'''What an exercise is: tasks, their hints, and a small table of checks for each.
 
 A notebook calls `check("block_pool", BlockPool)` behind the learner's cell. The task's checks
 run in order, the most fundamental first. The first of them is a gate: if it fails, nothing
 else is worth looking at, and the others wait. Each check isolates one mechanism, on
-inputs that expose the likely mistake, and knows one sentence that names that mistake:
+inputs that expose the likely mistake, and knows one sentence that names that mistake. Its
+docstring says what a right answer does, and is its line in the table:
 
     @pool.check(
-        "a refused take changes nothing",
         mistake="Blocks were taken one by one before it was known that there are too few.",
         look="'Taking' above",
     )
     def refused(BlockPool):
+        """A refused take changes nothing."""
         pool = BlockPool(3, 2)
         expect(pool.take(4) is None and len(pool.take(3)) == 3, "3 blocks: take(4), then take(3)")
 
 `expect` is told what was asked, never what would have been right: no message holds an
 expected value. The truth comes from another code path than the solution's: brute force,
 fp64, plain Python, or the package's own module. To write an exercise, see exercises/README.md.
-"""
+'''
 
 from __future__ import annotations
 
@@ -72,11 +73,12 @@ class Task:
     hints: tuple[str, str, str]  # from a nudge to nearly the code
     checks: list[Check] = field(default_factory=list)
 
-    def check(self, name: str, mistake: str, look: str) -> Callable:
-        """Decorator: add a check. The order of the file is the order of the table."""
+    def check(self, mistake: str, look: str) -> Callable:
+        """Decorator: add a check, named by its docstring. The order of the file is the order of the table."""
 
         def add(run: Callable[[Any], None]) -> Callable[[Any], None]:
-            self.checks.append(Check(name, run, mistake, look))
+            says = run.__doc__.rstrip(".")
+            self.checks.append(Check(says[0].lower() + says[1:], run, mistake, look))
             return run
 
         return add

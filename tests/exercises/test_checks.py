@@ -22,12 +22,14 @@ def double(monkeypatch) -> Task:
     """A task of our own: double(x)."""
     task = Task("double", "double", hints=("think", "add", "x + x"))
 
-    @task.check("doubles a number", mistake="It does not double.", look="'Doubling'")
+    @task.check(mistake="It does not double.", look="'Doubling'")
     def first(double):
+        """Doubles a number."""
         expect(double(21) == 42, "double(21)")
 
-    @task.check("doubles a fraction", mistake="It rounds.", look="'Doubling'")
+    @task.check(mistake="It rounds.", look="'Doubling'")
     def second(double):
+        """Doubles a fraction."""
         expect(close(double(0.25), 0.5, 1e-6), "double(0.25)")
 
     exercise = Exercise("99_double", "Double", 1, 1, "01_decode_loop", (task,))
@@ -76,7 +78,11 @@ def test_an_answer_of_the_wrong_kind_is_no_crash(double, capsys):
 
 
 def test_of_several_failures_the_first_is_explained(double, capsys):
-    double.check("doubles nothing", mistake="It adds.", look="'Doubling'")(lambda f: expect(f(0) == 0, "double(0)"))
+    @double.check(mistake="It adds.", look="'Doubling'")
+    def third(double):
+        """Doubles nothing."""
+        expect(double(0) == 0, "double(0)")
+
     check("double", lambda x: 2 * int(x) + (x == 0))
     out = capsys.readouterr().out
     assert "doubles a fraction: (mend this first; 1 more may follow from it)" in out and "It adds." not in out

@@ -44,42 +44,42 @@ def differing(answer, change_of: dict[str, int]) -> bool:
 
 
 @weights.check(
-    "the MLP of a layer has three matrices",
     mistake="The MLP's share is not right: gate, up and down are three matrices of hidden_size x intermediate_size.",
     look="'The weights'",
 )
 def three_in_the_mlp(matrix_weights):
+    """The MLP of a layer has three matrices."""
     expect(differing(matrix_weights, {"intermediate_size": 101}), "what one more intermediate_size adds, 2 layers")
 
 
 @weights.check(
-    "the head reads the whole vocabulary, once",
     mistake="The head is missing, or counted twice: it has vocab_size x hidden_size numbers, and stands behind the "
     "last layer; the embedding table is left out.",
     look="'The weights'",
 )
 def the_head(matrix_weights):
+    """The head reads the whole vocabulary, once."""
     expect(differing(matrix_weights, {"vocab_size": 98}), "what one more entry of the vocabulary adds")
 
 
 @weights.check(
-    "keys and values are as wide as the KV heads, queries and output as the query heads",
     mistake="A matrix of attention has the wrong width: keys and values have num_key_value_heads * head_dim columns, "
     "queries num_attention_heads * head_dim, and the output projection goes back from the queries' width.",
     look="'The weights'",
 )
 def attention_widths(matrix_weights):
+    """Keys and values are as wide as the KV heads, queries and output as the query heads."""
     expect(differing(matrix_weights, {"num_key_value_heads": 4}), "what two more KV heads add")
     expect(differing(matrix_weights, {"num_attention_heads": 10}), "what two more query heads add")
     expect(differing(matrix_weights, {"head_dim": 14}), "what a head_dim of 14 instead of 12 adds")
 
 
 @weights.check(
-    "the sum is right for whole models",
     mistake="The parts are right but the sum is not: every layer has its seven matrices, and the head comes once.",
     look="'The weights'",
 )
 def whole_models(matrix_weights):
+    """The sum is right for whole models."""
     for name, config in (("5 layers", DEEP), ("Qwen3-0.6B", QWEN), ("2 layers", WIDE)):
         expect(matrix_weights(config) == sum(matrices(config).values()), f"a model of {name}")
 
@@ -95,31 +95,31 @@ kv = Task(
 
 
 @kv.check(
-    "counts keys and values, of the KV heads",
     mistake="A factor is wrong: 2 (a key and a value), layers, num_key_value_heads (not the query heads) and head_dim.",
     look="'The cache'",
 )
 def counts_the_cache(kv_bytes_per_token):
+    """Counts keys and values, of the KV heads."""
     for config, name in ((PLAIN, "8 query and 2 KV heads of 8, 2 layers"), (DEEP, "4 and 1 heads of 12, 5 layers")):
         expect(kv_bytes_per_token(config, 4) == packages_kv_bytes(config, "fp32"), f"{name}, 4 bytes a number")
 
 
 @kv.check(
-    "takes head_dim from the config",
     mistake="head_dim is computed as hidden_size / num_attention_heads, or as something else; use config.head_dim.",
     look="'The weights': head_dim",
 )
 def head_dim_as_given(kv_bytes_per_token):
+    """Takes head_dim from the config."""
     for config, name in ((QWEN, "Qwen3-0.6B"), (WIDE, "hidden_size 64, 8 heads of 12")):
         expect(kv_bytes_per_token(config, 4) == packages_kv_bytes(config, "fp32"), f"{name}, 4 bytes a number")
 
 
 @kv.check(
-    "multiplies by the bytes of a number",
     mistake="The bytes of a number are fixed, or used twice; 8-bit numbers must give half of 16-bit ones.",
     look="'The cache'",
 )
 def bytes_of_a_number(kv_bytes_per_token):
+    """Multiplies by the bytes of a number."""
     values = [kv_bytes_per_token(QWEN, size) for size in (1, 2, 4)]
     expect(values[1] == 2 * values[0] and values[2] == 4 * values[0], "Qwen3-0.6B at 1, 2 and 4 bytes a number")
 
@@ -139,22 +139,22 @@ def least_bytes(weight_bytes: int, contexts: list[int]) -> float:
 
 
 @moved.check(
-    "one request reads the weights and its own tokens",
     mistake="For a single request the step reads weight_bytes, and bytes_per_token for each token of its context.",
     look="'The bytes of a step'",
 )
 def one_request(decode_bytes):
+    """One request reads the weights and its own tokens."""
     per_token = packages_kv_bytes(WIDE, "fp32")
     for context in (1, 50, 700):
         expect(decode_bytes(10_000, per_token, [context]) == least_bytes(10_000, [context]), f"contexts [{context}]")
 
 
 @moved.check(
-    "the weights are read once, whatever the batch",
     mistake="The weights are counted once for every request; sharing that one read is what a batch is for.",
     look="'The bytes of a step'",
 )
 def weights_once(decode_bytes):
+    """The weights are read once, whatever the batch."""
     for batch in (2, 9):
         contexts = [30] * batch
         grown = decode_bytes(5_000_000, 768, contexts) - decode_bytes(1_000_000, 768, contexts)
@@ -162,11 +162,11 @@ def weights_once(decode_bytes):
 
 
 @moved.check(
-    "each request brings its own length",
     mistake="Lengths are taken from the longest, the first or their number: there is no padding, each token counts.",
     look="'The bytes of a step'",
 )
 def own_lengths(decode_bytes):
+    """Each request brings its own length."""
     per_token = packages_kv_bytes(WIDE, "fp32")
     for contexts in ([3, 900], [900, 3], [17, 4, 256, 1]):
         expect(decode_bytes(777, per_token, contexts) == least_bytes(777, contexts), f"contexts {contexts}")
@@ -194,34 +194,34 @@ def counted(config: ModelConfig, contexts: list[int]) -> int:
 
 
 @flops.check(
-    "the matrices cost 2 FLOPs a weight and a token",
     mistake="The matrices' share is wrong: each new token meets each weight once, and that is 2 FLOPs.",
     look="'The FLOPs of a step'",
 )
 def matrices_share(decode_flops):
+    """The matrices cost 2 FLOPs a weight and a token."""
     for batch in (1, 3):
         grown = decode_flops(5_000, WIDE, [4] * batch) - decode_flops(4_000, WIDE, [4] * batch)
         expect(grown == 1_000 * 2 * batch, f"a batch of {batch}: what 1,000 more weights add")
 
 
 @flops.check(
-    "attention is counted for every query head, with keys and with values",
     mistake="Attention's share is wrong: per token looked at, each query head (not each KV head) of each layer makes "
     "two products of head_dim numbers, at 2 FLOPs each.",
     look="'The FLOPs of a step'",
 )
 def attention_share(decode_flops):
+    """Attention is counted for every query head, with keys and with values."""
     for config, name in ((WIDE, "8 query heads of 12, 2 layers"), (DEEP, "4 query heads of 12, 5 layers")):
         grown = decode_flops(1_000, config, [11]) - decode_flops(1_000, config, [10])
         expect(grown == counted(config, [11]) - counted(config, [10]), f"{name}: what one more token of context adds")
 
 
 @flops.check(
-    "contexts of different lengths add up",
     mistake="Each request has its own context: neither the longest, nor the first, nor their mean stands for all.",
     look="'The FLOPs of a step'",
 )
 def mixed_contexts(decode_flops):
+    """Contexts of different lengths add up."""
     weights = sum(matrices(WIDE).values())
     for contexts in ([5], [1, 400], [400, 1], [7, 7, 90]):
         expect(decode_flops(weights, WIDE, contexts) == counted(WIDE, contexts), f"contexts {contexts}")
@@ -238,11 +238,11 @@ fit = Task(
 
 
 @fit.check(
-    "memory less weights less overhead, over a request's cache",
     mistake="The sum is wrong: (memory - weights - overhead) over context * bytes_per_token, all in bytes.",
     look="'The capacity sum'",
 )
 def capacity_sum(requests_that_fit):
+    """Memory less weights less overhead, over a request's cache."""
     for memory, context in ((24, 2048), (48, 1000)):
         right = capacity(QWEN, memory, weights_gb=1.5, overhead_gb=2.5, context=context).max_concurrent
         got = requests_that_fit(memory, 1.5, 2.5, context, packages_kv_bytes(QWEN, "bf16"))
@@ -250,31 +250,31 @@ def capacity_sum(requests_that_fit):
 
 
 @fit.check(
-    "a GB is 10⁹ bytes",
     mistake="GB were taken as GiB (2**30 bytes), which promises 7 % more than there is.",
     look="'The capacity sum'",
 )
 def decimal_gigabytes(requests_that_fit):
+    """A GB is 10⁹ bytes."""
     expect(requests_that_fit(11, 0, 1, 1000, 1000) == 10**10 // 10**6, "11 GB, 1 GB overhead, a request takes 1 MB")
 
 
 @fit.check(
-    "half a request does not run",
     mistake="The result is rounded to the nearest, or up, or is no whole number; what does not fit whole does not fit.",
     look="'The capacity sum'",
 )
 def rounds_down(requests_that_fit):
+    """Half a request does not run."""
     for spare in (1, 500_000, 999_999):
         got = requests_that_fit((3 * 10**6 + spare) / 10**9 + 5, 4, 1, 1000, 1000)
         expect(got == 3 and isinstance(got, int), f"room for 3 requests of 1 MB and {spare:,} bytes more")
 
 
 @fit.check(
-    "weights that fill the memory leave room for nobody",
     mistake="A negative number of requests was returned; where nothing is left, the answer is 0.",
     look="'The capacity sum'",
 )
 def never_negative(requests_that_fit):
+    """Weights that fill the memory leave room for nobody."""
     expect(requests_that_fit(16, 15, 4, 4096, 131_072) == 0, "16 GB with 15 GB of weights and 4 GB of overhead")
 
 

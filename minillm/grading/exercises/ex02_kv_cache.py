@@ -59,43 +59,43 @@ kv_cache = Task(
 
 
 @kv_cache.check(
-    "the first tokens attend to themselves",
     mistake="With an empty cache, attend must return attention(q, k, v) of the new tokens.",
     look="'Attending'",
 )
 def first_call(KVCache):
+    """The first tokens attend to themselves."""
     q, k, v = tokens(3, seed=1)
     expect(agrees(KVCache().attend(0, q, k, v), q, (k, v)), "3 tokens on an empty cache")
 
 
 @kv_cache.check(
-    "two sequences do not share a cache",
     mistake="The store belongs to the class, or to the module, instead of to each cache.",
     look="'The cache'",
 )
 def caches_are_apart(KVCache):
+    """Two sequences do not share a cache."""
     KVCache().attend(0, *tokens(2, seed=9))
     q, k, v = tokens(2, seed=10)
     expect(agrees(KVCache().attend(0, q, k, v), q, (k, v)), "a second, empty cache")
 
 
 @kv_cache.check(
-    "a new token sees what was stored before",
     mistake="Earlier keys or values are not used, or are mixed up, or the new token does not see itself.",
     look="'Storing'",
 )
 def second_call(KVCache):
+    """A new token sees what was stored before."""
     cache, (q, k, v), (q2, k2, v2) = KVCache(), tokens(3, seed=2), tokens(1, seed=3)
     cache.attend(0, q, k, v)
     expect(agrees(cache.attend(0, q2, k2, v2), q2, (k, v), (k2, v2)), "3 tokens, then 1")
 
 
 @kv_cache.check(
-    "everything that was fed is kept, not only the last call's",
     mistake="What is stored is replaced at each call, or the sum of old and new is used but not stored.",
     look="'Storing'",
 )
 def third_call(KVCache):
+    """Everything that was fed is kept, not only the last call's."""
     cache, parts = KVCache(), []
     for turn in range(4):
         q, k, v = tokens(1, seed=10 + turn)
@@ -104,23 +104,23 @@ def third_call(KVCache):
 
 
 @kv_cache.check(
-    "several tokens on a warm cache see what stands before each of them, in order",
     mistake="The new keys stand before the old ones, or the new tokens see each other's future: new ones go behind, "
     "and `attention` gets all new queries at once.",
     look="'Attending'",
 )
 def warm_chunk(KVCache):
+    """Several tokens on a warm cache see what stands before each of them, in order."""
     cache, (q, k, v), (q2, k2, v2) = KVCache(), tokens(2, seed=4), tokens(3, seed=5)
     cache.attend(0, q, k, v)
     expect(agrees(cache.attend(0, q2, k2, v2), q2, (k, v), (k2, v2)), "2 tokens, then 3 more at once")
 
 
 @kv_cache.check(
-    "each layer has its own keys and values",
     mistake="All layers share one store, so that a layer sees another one's keys.",
     look="'Storing'",
 )
 def layers_are_apart(KVCache):
+    """Each layer has its own keys and values."""
     cache, first, other = KVCache(), tokens(2, seed=6), tokens(2, seed=7)
     cache.attend(0, *first)
     expect(agrees(cache.attend(1, *other), other[0], other[1:]), "2 tokens in layer 0, then 2 in layer 1")
@@ -180,55 +180,55 @@ cached_decode = Task(
 
 
 @cached_decode.check(
-    "the first token is the model's choice behind the prompt",
     mistake="The first token is wrong: feed the whole prompt and take the largest logit of the last row.",
     look="'What is chosen'",
 )
 def first_token(decode):
+    """The first token is the model's choice behind the prompt."""
     answer, _ = run(decode, PROMPT, 1)
     expect(isinstance(answer, list) and answer[:1] == recomputed(PROMPT, 1), f"a prompt of {len(PROMPT)}, max_tokens=1")
 
 
 @cached_decode.check(
-    "the prompt is fed once, and then one token a step",
     mistake="Too much or too little is fed: the prompt in the first pass, then only the newest token; what is cached "
     "is not fed again.",
     look="'What is fed'",
 )
 def fed_once(decode):
+    """The prompt is fed once, and then one token a step."""
     answer, spy = run(decode, PROMPT, 5)
     expect([len(ids) for ids in spy.fed[:4]] == [len(PROMPT), 1, 1, 1], "tokens fed in the first four passes")
     expect(spy.fed[0] == PROMPT and spy.fed[1:4] == [[token] for token in answer[:3]], "which tokens were fed")
 
 
 @cached_decode.check(
-    "each token is fed at its place in the text",
     mistake="The positions are wrong: they go on behind the prompt (0, 1, 2, … over the whole text), and do not start "
     "again at 0 or jump.",
     look="'Where it stands'",
 )
 def positions_go_on(decode):
+    """Each token is fed at its place in the text."""
     _, spy = run(decode, PROMPT, 6)
     flat = [position for positions in spy.positions for position in positions]
     expect(flat == list(range(len(flat))), f"a prompt of {len(PROMPT)}, max_tokens=6: the positions fed")
 
 
 @cached_decode.check(
-    "the answer is what recomputing everything gives",
     mistake="The tokens differ from those of a loop without a cache: look at what is fed, and where.",
     look="'The loop'",
 )
 def same_tokens(decode):
+    """The answer is what recomputing everything gives."""
     for prompt in (PROMPT, [11], [90, 90, 4]):
         expect(run(decode, prompt, 8)[0][:8] == recomputed(prompt, 8), f"prompt {prompt}, max_tokens=8")
 
 
 @cached_decode.check(
-    "it makes exactly max_tokens tokens, and does not feed the last",
     mistake="The count is off by one, or a pass is run whose result nobody asks for.",
     look="'When it ends'",
 )
 def exact_count(decode):
+    """It makes exactly max_tokens tokens, and does not feed the last."""
     for number in (0, 1, 4):
         answer, spy = run(decode, PROMPT, number)
         expect(len(answer) == number, f"max_tokens={number}: how many tokens")
@@ -236,11 +236,11 @@ def exact_count(decode):
 
 
 @cached_decode.check(
-    "a stop token ends the answer, and is part of it",
     mistake="The answer goes on behind a stop token, or leaves it out, or stops at one that stands in the prompt.",
     look="'When it ends'",
 )
 def stops(decode):
+    """A stop token ends the answer, and is part of it."""
     whole = recomputed(PROMPT, 8)
     for stop_ids, name in (
         ((whole[0],), "the answer's first token"), ((whole[3], 96), "the fourth, among two ids"),
@@ -250,11 +250,11 @@ def stops(decode):
 
 
 @cached_decode.check(
-    "the caller's prompt is left alone",
     mistake="The new tokens were appended to the list that was handed in: copy it first.",
     look="'What is fed'",
 )
 def prompt_unchanged(decode):
+    """The caller's prompt is left alone."""
     prompt = list(PROMPT)
     answer, _ = run(decode, prompt, 3)
     expect(prompt == PROMPT and len(answer) == 3, "the prompt's list after the call")

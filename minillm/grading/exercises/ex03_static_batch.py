@@ -48,34 +48,34 @@ static = Task(
 
 
 @static.check(
-    "a request alone has one row for each of its tokens",
     mistake="A single request must give one step for each of its tokens, with one row (0, False) in each.",
     look="'Running'",
 )
 def alone(run_static):
+    """A request alone has one row for each of its tokens."""
     for length in (1, 4):
         steps = [[tuple(row) for row in step] for step in run_static([length], 3)]
         expect(steps == [[(0, False)] for _ in range(length)], shown([length], 3))
 
 
 @static.check(
-    "a batch runs until its longest has ended",
     mistake="The batch ends with another row than its longest: with the first, the shortest, or the mean.",
     look="'Ending'",
 )
 def until_the_longest(run_static):
+    """A batch runs until its longest has ended."""
     for lengths in ([2, 7], [7, 2], [3, 9, 5]):
         steps = run_static(list(lengths), 3)
         expect(len(steps) == len(engines_steps(tuple(lengths), 3)), f"{shown(lengths, 3)}: how many steps")
 
 
 @static.check(
-    "a finished row stays, and is idle",
     mistake="A finished row leaves the batch, or is called idle a step early or late: it is idle in each step before "
     "which it had all its tokens.",
     look="'Running'",
 )
 def finished_rows_stay(run_static):
+    """A finished row stays, and is idle."""
     for lengths in ([2, 6], [6, 1, 4]):
         steps, truth = run_static(list(lengths), 3), engines_steps(tuple(lengths), 3)
         rows = [len(step) for step in steps]
@@ -87,11 +87,11 @@ def finished_rows_stay(run_static):
 
 
 @static.check(
-    "nobody joins a batch that runs",
     mistake="A waiting request joins while a batch runs (that is continuous batching), or batches overlap.",
     look="'Filling'",
 )
 def nobody_joins(run_static):
+    """Nobody joins a batch that runs."""
     lengths = [1, 5, 3, 3]
     got = [sorted(row[0] for row in step) for step in run_static(list(lengths), 2)]
     truth = [members(step) for step in engines_steps(tuple(lengths), 2)]
@@ -99,11 +99,11 @@ def nobody_joins(run_static):
 
 
 @static.check(
-    "the last batch may be smaller, and nobody is left out",
     mistake="The requests that do not fill a batch are lost, or the last batch is filled up with rows of nobody.",
     look="'Ending'",
 )
 def small_last_batch(run_static):
+    """The last batch may be smaller, and nobody is left out."""
     for lengths, batch in (([2, 2, 2, 5, 1], 3), ([4], 8), ([], 4)):
         got = [sorted(row[0] for row in step) for step in run_static(list(lengths), batch)]
         truth = [members(step) for step in engines_steps(tuple(lengths), batch)] if lengths else []
@@ -111,11 +111,11 @@ def small_last_batch(run_static):
 
 
 @static.check(
-    "it is right for any lengths, and leaves the list alone",
     mistake="On some lengths the steps are not those of the package's own engine; or the caller's list was changed.",
     look="'The steps of static batches'",
 )
 def any_lengths(run_static):
+    """It is right for any lengths, and leaves the list alone."""
     for lengths, batch in draws(seed=3):
         given = list(lengths)
         steps, truth = run_static(given, batch), engines_steps(tuple(lengths), batch)
@@ -137,31 +137,31 @@ idle = Task(
 
 
 @idle.check(
-    "counts idle rows",
     mistake="Count the rows whose second entry is True; not the rows that work, and not the requests.",
     look="'Idle slot-steps'",
 )
 def counts_idle(idle_slot_steps):
+    """Counts idle rows."""
     steps = [[(0, False), (1, False), (2, False)], [(0, False), (1, True), (2, False)], [(0, False), (1, True)]]
     expect(idle_slot_steps(steps) == 2, "three steps, in which request 1 is idle in the last two")
 
 
 @idle.check(
-    "counts every idle row of a step",
     mistake="A step with several idle rows is counted once; each idle row is a slot-step.",
     look="'Idle slot-steps'",
 )
 def several_in_a_step(idle_slot_steps):
+    """Counts every idle row of a step."""
     steps = [[(0, False), (1, True), (2, True), (3, True)]] * 4
     expect(idle_slot_steps(steps) == 12, "four steps with three idle rows each")
 
 
 @idle.check(
-    "finds nothing where nothing is idle",
     mistake="Where no row is idle the count is 0, also for no steps at all.",
     look="'Idle slot-steps'",
 )
 def nothing_idle(idle_slot_steps):
+    """Finds nothing where nothing is idle."""
     counts = [idle_slot_steps([[(0, False), (1, False)]] * 5), idle_slot_steps([])]
     expect(counts == [0, 0], "five steps of two working rows; no steps")
 
@@ -183,32 +183,32 @@ def left_after(lengths: list[int], batch: int) -> list[int]:
 
 
 @returned.check(
-    "a short answer waits for the longest of its batch",
     mistake="In a static batch an answer comes back when the longest has ended: not with its own last token, and not "
     "after all of them one behind the other.",
     look="'When the answer comes back'",
 )
 def waits_for_the_longest(returned_after):
+    """A short answer waits for the longest of its batch."""
     for lengths in ([6], [2, 6], [5, 1, 3]):
         expect(list(returned_after(list(lengths), 4)) == left_after(lengths, 4), shown(lengths, 4))
 
 
 @returned.check(
-    "a batch waits for the batches before it",
     mistake="Each batch is counted from 0; the steps of the batches before it come on top.",
     look="'When the answer comes back'",
 )
 def waits_for_batches_before(returned_after):
+    """A batch waits for the batches before it."""
     for lengths, batch in (([3, 2, 4, 1], 2), ([2, 2, 9], 1), ([1, 1, 1, 1, 8, 3], 2)):
         expect(list(returned_after(list(lengths), batch)) == left_after(lengths, batch), shown(lengths, batch))
 
 
 @returned.check(
-    "every request has an answer",
     mistake="There are more or fewer numbers than requests: a last batch that is not full was filled up, or lost.",
     look="'When the answer comes back'",
 )
 def one_for_each(returned_after):
+    """Every request has an answer."""
     for lengths, batch in [([2, 4, 3, 1, 6], 2), *draws(seed=4)]:
         got = list(returned_after(list(lengths), batch))
         expect(len(got) == len(lengths), f"{shown(lengths, batch)}: how many numbers")

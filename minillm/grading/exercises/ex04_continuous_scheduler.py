@@ -81,12 +81,12 @@ scheduler_task = Task(
 
 
 @scheduler_task.check(
-    "a request joins and feeds its prompt",
     mistake="With an idle scheduler and a short prompt in the queue, plan must return [(request, its prompt's length)] "
     "and move the request from waiting to running.",
     look="'Joining'",
 )
 def feeds_a_prompt(Scheduler):
+    """A request joins and feeds its prompt."""
     request = Request("a", 3, 4)
     scheduler = filled(Scheduler, 4, 8, request)
     expect([tuple(row) for row in scheduler.plan()] == [(request, 3)], "one prompt of 3 tokens, budget 8: plan()")
@@ -94,12 +94,12 @@ def feeds_a_prompt(Scheduler):
 
 
 @scheduler_task.check(
-    "then it feeds one token a step, until it has finished",
     mistake="num_kv, the sampled token or the end is not kept right: after its prompt a request gets a token in each "
     "step, the last one too, and feeds the newest.",
     look="'Counting' and 'Sampling'",
 )
 def decodes(Scheduler):
+    """Then it feeds one token a step, until it has finished."""
     for answer in (1, 4):
         request = Request("a", 3, answer)
         scheduler = filled(Scheduler, 4, 8, request)
@@ -110,11 +110,11 @@ def decodes(Scheduler):
 
 
 @scheduler_task.check(
-    "a prompt that exceeds the budget is fed in chunks",
     mistake="A long prompt is fed at once, or its later chunks are not what is left: min(num_pending, budget).",
     look="'Chunks'",
 )
 def chunks(Scheduler):
+    """A prompt that exceeds the budget is fed in chunks."""
     for prompt, sizes in ((10, [4, 4, 2]), (8, [4, 4]), (5, [4, 1])):
         request = Request("a", prompt, 2)
         scheduler, fed = filled(Scheduler, 2, 4, request), []
@@ -126,11 +126,11 @@ def chunks(Scheduler):
 
 
 @scheduler_task.check(
-    "no token is sampled before the prompt is complete",
     mistake="Every row is given a token; only a request whose tokens have all been fed is due for one.",
     look="'Sampling'",
 )
 def not_due_before_the_end(Scheduler):
+    """No token is sampled before the prompt is complete."""
     request = Request("a", 10, 3)
     scheduler = filled(Scheduler, 2, 4, request)
     scheduler.plan()
@@ -142,11 +142,11 @@ def not_due_before_the_end(Scheduler):
 
 
 @scheduler_task.check(
-    "decodes come before prompts",
     mistake="A prompt takes the budget that running requests needed for their next token, so that their readers wait.",
     look="'Decodes first'",
 )
 def decodes_first(Scheduler):
+    """Decodes come before prompts."""
     scheduler = filled(Scheduler, 4, 6, Request("long", 20, 3), Request("b", 1, 9), Request("c", 2, 9))
     for _ in range(4):
         step(scheduler)  # the prompt of 20 is under way, then b and c join
@@ -158,11 +158,11 @@ def decodes_first(Scheduler):
 
 
 @scheduler_task.check(
-    "counts of a step stay within the budget, and none is 0",
     mistake="The budget is not reduced by every row, or a request is planned, or joins, although nothing is left.",
     look="'The scheduler'",
 )
 def within_the_budget(Scheduler):
+    """Counts of a step stay within the budget, and none is 0."""
     def watch(rows):
         counts = [count for _, count in rows]
         expect(sum(counts) <= 5 and all(count >= 1 for count in counts), "prompts 4, 4, 9, 2, budget 5: the counts")
@@ -177,23 +177,23 @@ def within_the_budget(Scheduler):
 
 
 @scheduler_task.check(
-    "at most max_batch requests run",
     mistake="One request too many joins, or one too few: a row is free while len(running) < max_batch.",
     look="'Joining'",
 )
 def batch_limit(Scheduler):
+    """At most max_batch requests run."""
     for most in (1, 3):
         scheduler = filled(Scheduler, most, 32, *(Request(name, 1, 3) for name in "abcde"))
         expect(len(step(scheduler)) == most, f"five short requests, max_batch {most}: rows of the first step")
 
 
 @scheduler_task.check(
-    "who has finished leaves at once, and a waiting request takes its row in the next step",
     mistake="A finished request keeps its row, or the free row stays empty until others have ended too: that is a "
     "static batch.",
     look="'Leaving' and 'Joining'",
 )
 def leaves_at_once(Scheduler):
+    """Who has finished leaves at once, and a waiting request takes its row in the next step."""
     scheduler = filled(Scheduler, 2, 16, Request("c", 3, 2))
     scheduler.running = [Request("a", 2, 2, num_kv=2, output=[7]), Request("b", 2, 9, num_kv=2, output=[7])]
     fed = [set(step(scheduler)) for _ in range(2)]
@@ -201,33 +201,33 @@ def leaves_at_once(Scheduler):
 
 
 @scheduler_task.check(
-    "the whole budget is used while there is work",
     mistake="Budget is left over although prompts wait for it: chunks may be small, and several may share a step.",
     look="'Chunks' and 'Joining'",
 )
 def uses_the_budget(Scheduler):
+    """The whole budget is used while there is work."""
     scheduler = filled(Scheduler, 4, 6, Request("a", 4, 9), Request("b", 9, 9), Request("c", 9, 9))
     for turn in range(3):
         expect(sum(step(scheduler).values()) == 6, f"prompts 4, 9, 9, budget 6: tokens fed in step {turn + 1}")
 
 
 @scheduler_task.check(
-    "nobody overtakes in the queue",
     mistake="A shorter or younger request joins before an older one: only the head of the queue may join.",
     look="'Joining'",
 )
 def first_come(Scheduler):
+    """Nobody overtakes in the queue."""
     scheduler = filled(Scheduler, 3, 4, Request("a", 2, 9), Request("long", 12, 2), Request("short", 1, 2))
     first = [step(scheduler) for _ in range(2)]
     expect("short" not in first[0] and "short" not in first[1], "prompts 2, 12, 1, budget 4: the first two steps")
 
 
 @scheduler_task.check(
-    "it plans what the package's scheduler plans, whatever arrives",
     mistake="Each rule seems right on its own, but on mixed traffic some step differs: read the three rules in order.",
     look="'The scheduler'",
 )
 def as_the_package(Scheduler):
+    """It plans what the package's scheduler plans, whatever arrives."""
     for seed in range(4):
         draw = random.Random(seed)
         budget = draw.randint(4, 9)

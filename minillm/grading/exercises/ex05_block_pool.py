@@ -20,11 +20,11 @@ pool = Task(
 
 
 @pool.check(
-    "takes as many different blocks as asked, all of them the pool's",
     mistake="take must return a list of so many block numbers, each from 0 to num_blocks - 1, and none of them twice.",
     look="'The pool'",
 )
 def takes_different_blocks(BlockPool):
+    """Takes as many different blocks as asked, all of them the pool's."""
     pool = BlockPool(6, 4)
     first, second = pool.take(2), pool.take(3)
     expect(isinstance(first, list) and len(first) == 2 and len(second) == 3, "6 blocks: take(2), then take(3)")
@@ -33,22 +33,22 @@ def takes_different_blocks(BlockPool):
 
 
 @pool.check(
-    "two pools do not share blocks",
     mistake="The list of free blocks belongs to the class, or to the module, instead of to each pool.",
     look="'The pool'",
 )
 def pools_are_apart(BlockPool):
+    """Two pools do not share blocks."""
     one, other = BlockPool(4, 4), BlockPool(4, 4)
     one.take(3)
     expect(len(other.take(3) or []) == 3, "two pools of 4 blocks: take(3) from each")
 
 
 @pool.check(
-    "blocks_for rounds up, and a full last block is not one too few or too many",
     mistake="The count is off by one: no tokens need no block, 1 to block_size need one, one more needs two.",
     look="'How many blocks'",
 )
 def blocks_for_counts(BlockPool):
+    """Blocks_for rounds up, and a full last block is not one too few or too many."""
     for size in (1, 4, 16):
         pool = BlockPool(3, size)
         for tokens in range(3 * size + 1):
@@ -57,21 +57,21 @@ def blocks_for_counts(BlockPool):
 
 
 @pool.check(
-    "hands out the very last block",
     mistake="The pool refuses although exactly enough blocks are free: compare with > and not with >=.",
     look="'The pool'",
 )
 def hands_out_the_last(BlockPool):
+    """Hands out the very last block."""
     pool = BlockPool(3, 4)
     expect(sorted(pool.take(3) or []) == [0, 1, 2], "3 blocks, all free: take(3)")
 
 
 @pool.check(
-    "a refused take returns None and changes nothing",
     mistake="Blocks were taken one by one before it was known that there are too few, and they are lost now.",
     look="'All or nothing'",
 )
 def refused_take(BlockPool):
+    """A refused take returns None and changes nothing."""
     pool = BlockPool(3, 4)
     kept = pool.take(1)
     expect(pool.take(3) is None, "3 blocks: take(1), then take(3)")
@@ -80,11 +80,11 @@ def refused_take(BlockPool):
 
 
 @pool.check(
-    "released blocks can be taken again",
     mistake="What is released does not come back, so the pool runs dry after a while.",
     look="'Giving back'",
 )
 def released_blocks_return(BlockPool):
+    """Released blocks can be taken again."""
     pool = BlockPool(4, 4)
     for turn in range(5):
         blocks = pool.take(4)
@@ -93,11 +93,11 @@ def released_blocks_return(BlockPool):
 
 
 @pool.check(
-    "a block that is free already is refused",
     mistake="A second release of the same block is accepted, so that two requests will be given it.",
     look="'Giving back'",
 )
 def double_release(BlockPool):
+    """A block that is free already is refused."""
     pool = BlockPool(4, 4)
     blocks = pool.take(2)
     pool.release(blocks[:1])
@@ -122,11 +122,11 @@ table = Task(
 
 
 @table.check(
-    "takes the blocks for its first tokens",
     mistake="grow must take blocks_for(num_tokens) blocks from the pool, and append them to the table.",
     look="'The table'",
 )
 def first_blocks(BlockTable):
+    """Takes the blocks for its first tokens."""
     pool = paged.BlockPool(8, 4)
     table = BlockTable(pool)
     expect(table.grow(6) is True, "an empty table, 8 free blocks of 4: does grow(6) return True?")
@@ -134,11 +134,11 @@ def first_blocks(BlockTable):
 
 
 @table.check(
-    "keeps the blocks that it has when it grows",
     mistake="grow takes all blocks anew; the stored keys and values of the earlier tokens are lost with the old ones.",
     look="'Growing'",
 )
 def keeps_its_blocks(BlockTable):
+    """Keeps the blocks that it has when it grows."""
     pool = paged.BlockPool(8, 4)
     table = BlockTable(pool)
     table.grow(6)
@@ -148,11 +148,11 @@ def keeps_its_blocks(BlockTable):
 
 
 @table.check(
-    "takes a block when the first token behind a full one comes, and neither before nor after",
     mistake="The new block comes one token early or late: at a full block, one more token needs one more block.",
     look="'Growing'",
 )
 def edge_of_a_block(BlockTable):
+    """Takes a block when the first token behind a full one comes, and neither before nor after."""
     for size in (1, 3, 4):
         pool = paged.BlockPool(12, size)
         table = BlockTable(pool)
@@ -163,11 +163,11 @@ def edge_of_a_block(BlockTable):
 
 
 @table.check(
-    "finds each token's slot",
     mistake="A slot is the block's number times the block's size, plus the place inside the block (the remainder).",
     look="'Where a token lies'",
 )
 def finds_slots(BlockTable):
+    """Finds each token's slot."""
     draw = random.Random(5)
     for size in (1, 3, 4):
         order = draw.sample(range(10), 4)
@@ -179,11 +179,11 @@ def finds_slots(BlockTable):
 
 
 @table.check(
-    "a refused grow returns False and leaves table and pool as they were",
     mistake="When the pool is dry, take gives None: grow must return False, and the table must stay as it is.",
     look="'Growing'",
 )
 def refused_grow(BlockTable):
+    """A refused grow returns False and leaves table and pool as they were."""
     pool = paged.BlockPool(3, 4)
     table = BlockTable(pool)
     table.grow(5)
@@ -194,11 +194,11 @@ def refused_grow(BlockTable):
 
 
 @table.check(
-    "gives everything back at the end, once",
     mistake="free must release every block, the last one too, and forget them: a second free has nothing to give.",
     look="'The end'",
 )
 def gives_back(BlockTable):
+    """Gives everything back at the end, once."""
     pool = paged.BlockPool(5, 4)
     table = BlockTable(pool)
     table.grow(17)

@@ -52,11 +52,11 @@ task = Task(
 
 
 @task.check(
-    "takes different blocks, each with one reference",
     mistake="take must return so many different blocks and set references of each to 1; what it takes is free no more.",
     look="'Taking'",
 )
 def takes_blocks(SharingPool):
+    """Takes different blocks, each with one reference."""
     pool = SharingPool(5, SIZE)
     table = pool.take(3)
     expect(len(set(table)) == 3 and [pool.references[b] for b in table] == [1, 1, 1], "5 blocks: take(3)")
@@ -64,11 +64,11 @@ def takes_blocks(SharingPool):
 
 
 @task.check(
-    "a refused take changes nothing",
     mistake="Blocks were taken before it was known that there are too few, or the last one is never given.",
     look="'Taking'",
 )
 def refused_take(SharingPool):
+    """A refused take changes nothing."""
     pool = SharingPool(4, SIZE)
     table = list(pool.take(1))
     expect(pool.take(4) is None and sound(pool, [table]), "4 blocks: take(1), then take(4)")
@@ -77,11 +77,11 @@ def refused_take(SharingPool):
 
 
 @task.check(
-    "a released block is free again if the index does not know it",
     mistake="Blocks without an entry in the index belong to free, and their references go back to 0.",
     look="'Releasing'",
 )
 def released_are_free(SharingPool):
+    """A released block is free again if the index does not know it."""
     pool = SharingPool(4, SIZE)
     table = list(pool.take(3))
     pool.release(list(table))
@@ -89,11 +89,11 @@ def released_are_free(SharingPool):
 
 
 @task.check(
-    "finds the blocks of a known prefix, in order",
     mistake="match finds nothing, or blocks of another place: a key is the tuple of all tokens up to the block's end.",
     look="'Entering' and 'Matching'",
 )
 def finds_a_prefix(SharingPool):
+    """Finds the blocks of a known prefix, in order."""
     pool = SharingPool(6, SIZE)
     table = list(pool.take(2))
     pool.enter(A, list(table))
@@ -103,11 +103,11 @@ def finds_a_prefix(SharingPool):
 
 
 @task.check(
-    "leaves one token to compute",
     mistake="A prompt that is known as a whole is found as a whole, and nothing is left to compute logits from.",
     look="'Matching'",
 )
 def one_token_left(SharingPool):
+    """Leaves one token to compute."""
     pool = SharingPool(6, SIZE)
     table = list(pool.take(2))
     pool.enter(A, list(table))
@@ -116,11 +116,11 @@ def one_token_left(SharingPool):
 
 
 @task.check(
-    "the same tokens behind another beginning are no match",
     mistake="The key holds the block's own tokens only; a block's content depends on all tokens before it.",
     look="'The index'",
 )
 def parents_count(SharingPool):
+    """The same tokens behind another beginning are no match."""
     pool = SharingPool(8, SIZE)
     one, other = list(pool.take(2)), list(pool.take(2))
     pool.enter([1, 2, 3, 4, 9, 9, 9, 9], list(one))
@@ -130,11 +130,11 @@ def parents_count(SharingPool):
 
 
 @task.check(
-    "only full blocks are entered",
     mistake="A block that is not full yet is entered: its next token would change what others believe it holds.",
     look="'Entering'",
 )
 def full_blocks_only(SharingPool):
+    """Only full blocks are entered."""
     pool = SharingPool(4, SIZE)
     table = list(pool.take(2))
     pool.enter(A[:6], list(table))
@@ -142,11 +142,11 @@ def full_blocks_only(SharingPool):
 
 
 @task.check(
-    "a prefix that is known keeps its block",
     mistake="A second block for the same prefix takes the first one's place in the index, which others may hold.",
     look="'Entering'",
 )
 def first_block_stays(SharingPool):
+    """A prefix that is known keeps its block."""
     pool = SharingPool(6, SIZE)
     first, second = list(pool.take(2)), list(pool.take(2))
     pool.enter(A, list(first))
@@ -155,11 +155,11 @@ def first_block_stays(SharingPool):
 
 
 @task.check(
-    "a shared block lives until its last holder leaves",
     mistake="References are not counted: share must add one, and release take one, before a block can be given away.",
     look="'Sharing'",
 )
 def last_holder(SharingPool):
+    """A shared block lives until its last holder leaves."""
     pool = SharingPool(4, SIZE)
     table = list(pool.take(2))
     pool.enter(A, list(table))
@@ -173,11 +173,11 @@ def last_holder(SharingPool):
 
 
 @task.check(
-    "a block that nobody holds stays cached, and a hit revives it",
     mistake="What is released is forgotten although the index knows it, or a revived block stays among the cached.",
     look="'Releasing' and 'Sharing'",
 )
 def cached_and_revived(SharingPool):
+    """A block that nobody holds stays cached, and a hit revives it."""
     pool = SharingPool(4, SIZE)
     table = list(pool.take(2))
     pool.enter(A, list(table))
@@ -190,11 +190,11 @@ def cached_and_revived(SharingPool):
 
 
 @task.check(
-    "takes free blocks before cached ones",
     mistake="A cached block is given away although a free one was left; the free ones are worth nothing to anybody.",
     look="'Taking'",
 )
 def free_first(SharingPool):
+    """Takes free blocks before cached ones."""
     pool = SharingPool(4, SIZE)
     table = list(pool.take(2))
     pool.enter(A, list(table))
@@ -204,11 +204,11 @@ def free_first(SharingPool):
 
 
 @task.check(
-    "the index forgets a cached block that is taken",
     mistake="The index still leads to a block that holds something else now: somebody would read another's keys.",
     look="'Taking'",
 )
 def index_forgets(SharingPool):
+    """The index forgets a cached block that is taken."""
     pool = SharingPool(4, SIZE)
     table = list(pool.take(2))
     pool.enter(A, list(table))
@@ -218,12 +218,12 @@ def index_forgets(SharingPool):
 
 
 @task.check(
-    "gives the tail of a prefix away before its head",
     mistake="The head of a prefix is given away first, and its tail can never be found again: release from the last "
     "block to the first, and take what became cached first.",
     look="'Releasing' and 'Taking'",
 )
 def tail_first(SharingPool):
+    """Gives the tail of a prefix away before its head."""
     pool = SharingPool(3, SIZE)
     table = list(pool.take(3))
     pool.enter([*A, 9, 10, 11, 12], list(table))
@@ -233,11 +233,11 @@ def tail_first(SharingPool):
 
 
 @task.check(
-    "gives away what became cached longest ago",
     mistake="A younger cached block goes before an older one.",
     look="'Taking'",
 )
 def oldest_first(SharingPool):
+    """Gives away what became cached longest ago."""
     pool = SharingPool(2, SIZE)
     for start in (10, 20):
         table = list(pool.take(1))
@@ -251,11 +251,11 @@ def oldest_first(SharingPool):
 
 
 @task.check(
-    "refuses to release what nobody holds",
     mistake="A block without references is released once more, and will be given to two requests.",
     look="'Releasing'",
 )
 def double_release(SharingPool):
+    """Refuses to release what nobody holds."""
     pool = SharingPool(3, SIZE)
     table = list(pool.take(1))
     pool.release(list(table))
@@ -268,12 +268,12 @@ def double_release(SharingPool):
 
 
 @task.check(
-    "the books stay right through any traffic",
     mistake="Each step seems right on its own, but after a while references, states or index disagree: which method "
     "changes one of them and not the others?",
     look="'Three states'",
 )
 def any_traffic(SharingPool):
+    """The books stay right through any traffic."""
     for seed in range(3):
         draw, pool, tables = random.Random(seed), SharingPool(9, SIZE), []
         for turn in range(60):

@@ -60,49 +60,49 @@ def gathered(answer, table: list[int], num_tokens: int, blocks: int = 8, block_s
 
 
 @gather.check(
-    "one full block comes whole, from where the table says",
     mistake="The result is [num_tokens, Hkv, D], one entry per token, read from the block that the table names.",
     look="'The text in one run'",
 )
 def one_block(answer):
+    """One full block comes whole, from where the table says."""
     gathered(answer, [5], 4)
 
 
 @gather.check(
-    "blocks come in the table's order",
     mistake="Blocks were read in the order in which they lie in the store, or side by side from the first one.",
     look="'The text in one run'",
 )
 def table_order(answer):
+    """Blocks come in the table's order."""
     gathered(answer, [6, 1, 3], 12)
 
 
 @gather.check(
-    "a part-filled last block gives only what is stored",
     mistake="The last block was taken whole: its further places hold nothing of this text.",
     look="'The text in one run'",
 )
 def last_block(answer):
+    """A part-filled last block gives only what is stored."""
     gathered(answer, [2, 7, 4], 9)
     gathered(answer, [3, 0], 7)
 
 
 @gather.check(
-    "blocks that are only reserved are left out",
     mistake="The whole table was read; it may hold blocks for tokens that are still to come.",
     look="'The text in one run'",
 )
 def reserved_blocks(answer):
+    """Blocks that are only reserved are left out."""
     gathered(answer, [7, 2, 5], 8)
     gathered(answer, [1, 6], 1)
 
 
 @gather.check(
-    "any block size, any number of heads",
     mistake="A size was written into the code as a number: take it from store.shape.",
     look="'The text in one run'",
 )
 def other_sizes(answer):
+    """Any block size, any number of heads."""
     gathered(answer, [2, 0, 3], 7, blocks=4, block_size=3)
     store = torch.randn(3, 2, 5, 3, generator=torch.Generator().manual_seed(8))
     rows = [store[2, 0].tolist(), store[2, 1].tolist(), store[1, 0].tolist()]
@@ -149,21 +149,21 @@ def agrees(answer, q: Tensor, keys: Tensor, values: Tensor, table: list[int], nu
 
 
 @paged_attention.check(
-    "one stored token: every head gives that token's value",
     mistake="The weights of one token must be 1: is the softmax over the stored tokens, and the result [n, Hq, D]?",
     look="'Attention over blocks'",
 )
 def one_token(answer):
+    """One stored token: every head gives that token's value."""
     keys, values = pool(0)
     expect(agrees(answer, queries(0), keys, values, [0], 1), "1 stored token in block 0, 1 new token, 2 heads")
 
 
 @paged_attention.check(
-    "the table says where a block lies",
     mistake="Keys or values were read from where the text would lie without a table: in one run from slot 0.",
     look="'The text in one run'",
 )
 def table_is_used(answer):
+    """The table says where a block lies."""
     keys, values = pool(1)
     keys[[4, 1]] = 0.0  # equal weights, whatever scores are divided by
     expect(agrees(answer, queries(1), keys, values, [4, 1], 8), "8 stored tokens in blocks 4 and 1, their keys 0")
@@ -173,63 +173,63 @@ def table_is_used(answer):
 
 
 @paged_attention.check(
-    "scores are divided by the root of head_dim",
     mistake="Without the division by sqrt(D) the softmax is too sharp; by D itself it is too flat.",
     look="'Attention over blocks'",
 )
 def scaled(answer):
+    """Scores are divided by the root of head_dim."""
     keys, values = pool(2, head_dim=16)
     expect(agrees(answer, queries(2, head_dim=16), keys, values, [2, 5], 8), "head_dim 16, 8 stored tokens")
 
 
 @paged_attention.check(
-    "neighbouring query heads share a KV head",
     mistake="Query head h reads KV head h // G, where G = Hq / Hkv; h % Hkv deals the heads out in turns.",
     look="'Attention over blocks'",
 )
 def grouped(answer):
+    """Neighbouring query heads share a KV head."""
     keys, values = pool(3)
     expect(agrees(answer, queries(3, heads=6), keys, values, [3, 0], 8), "6 query heads, 2 KV heads")
 
 
 @paged_attention.check(
-    "of the last block, only what is stored is read",
     mistake="A part-filled block ends in places that nobody wrote; a weight of 0 does not help: 0 times NaN is NaN.",
     look="'The text in one run'",
 )
 def part_filled(answer):
+    """Of the last block, only what is stored is read."""
     keys, values = pool(4)
     keys[1, 2:], values[1, 2:] = torch.nan, torch.nan
     expect(agrees(answer, queries(4), keys, values, [5, 1], 6), "6 stored tokens in blocks 5 and 1, 4 to a block")
 
 
 @paged_attention.check(
-    "a text that ends with its block needs no further one",
     mistake="Off by one at the edge of a block: 8 tokens fill two blocks of 4, a third may be reserved but is empty.",
     look="'The text in one run'",
 )
 def full_blocks(answer):
+    """A text that ends with its block needs no further one."""
     keys, values = pool(5)
     keys[0], values[0] = torch.nan, torch.nan
     expect(agrees(answer, queries(5), keys, values, [2, 4, 0], 8), "8 stored tokens, table [2, 4, 0], 4 to a block")
 
 
 @paged_attention.check(
-    "a new token sees itself and nothing behind it",
     mistake="Several new tokens are stored at once, and each may look only up to its own position, num_tokens - n + i.",
     look="'Several new tokens'",
 )
 def causal(answer):
+    """A new token sees itself and nothing behind it."""
     keys, values = pool(6)
     expect(agrees(answer, queries(6, new=3), keys, values, [1, 3], 8), "3 new tokens, the last of 8 stored ones")
 
 
 @paged_attention.check(
-    "nothing that was passed in is changed",
     mistake="An operation in place (`*=`, `/=`, an assignment into a slice) wrote into the cache or the query.",
     look="'Attention over blocks'",
 )
 def left_alone(answer):
+    """Nothing that was passed in is changed."""
     keys, values = pool(7)
     given = queries(7, new=2), keys, values
     before, table = [tensor.clone() for tensor in given], [3, 2]

@@ -66,41 +66,41 @@ def greedy_is(answer, best: list[int], drafts: list[int]) -> None:
 
 
 @verify_greedy.check(
-    "a wrong first draft leaves the target's own token",
     mistake="The first draft must be compared too, and when it is wrong the target's token takes its place.",
     look="'Greedy'",
 )
 def first_wrong(answer):
+    """A wrong first draft leaves the target's own token."""
     greedy_is(answer, [7, 3, 9], [4, 3])
     greedy_is(answer, [7, 4, 9], [4, 9])
 
 
 @verify_greedy.check(
-    "right drafts are followed by one token more",
     mistake="The forward also gave the target's token behind the last draft; with k right drafts a step gives k + 1.",
     look="'Greedy'",
 )
 def all_right(answer):
+    """Right drafts are followed by one token more."""
     greedy_is(answer, [7, 3, 9], [7, 3])
     greedy_is(answer, [5, 5, 5, 5], [5, 5, 5])
 
 
 @verify_greedy.check(
-    "the first wrong draft ends it",
     mistake="Behind a wrong draft the target was asked about a text that does not exist: later matches mean nothing.",
     look="'Greedy'",
 )
 def stops(answer):
+    """The first wrong draft ends it."""
     greedy_is(answer, [7, 3, 9, 5], [7, 8, 9])
     greedy_is(answer, [1, 2, 3, 4, 6], [1, 2, 5, 4])
 
 
 @verify_greedy.check(
-    "without drafts it is plain decoding",
     mistake="A row without drafts gets one token, the target's own.",
     look="'Greedy'",
 )
 def no_drafts(answer):
+    """Without drafts it is plain decoding."""
     greedy_is(answer, [6], [])
 
 
@@ -112,32 +112,32 @@ def tenths(*numbers: int) -> Tensor:
 
 
 @residual.check(
-    "only tokens that p gives more often than q are left",
     mistake="The residual is p - q where that is above 0: not q - p, not |p - q|, and nothing below 0.",
     look="'What is left over'",
 )
 def support(answer):
+    """Only tokens that p gives more often than q are left."""
     got = answer(tenths(4, 3, 2, 1), tenths(1, 2, 5, 2)).tolist()
     expect(len(got) == 4 and got[0] > 0 and got[1] > 0, "p = .4 .3 .2 .1, q = .1 .2 .5 .2: the first two tokens")
     expect(got[2] == 0 and got[3] == 0, "p = .4 .3 .2 .1, q = .1 .2 .5 .2: the last two tokens")
 
 
 @residual.check(
-    "it is a distribution: its sum is 1",
     mistake="What is left over must be divided by its sum before a token can be drawn from it.",
     look="'What is left over'",
 )
 def normalised(answer):
+    """It is a distribution: its sum is 1."""
     got = answer(tenths(4, 3, 2, 1), tenths(1, 2, 5, 2))
     expect(close(sum(got.tolist()), 1.0, TOLERANCE), "the sum for p = .4 .3 .2 .1, q = .1 .2 .5 .2")
 
 
 @residual.check(
-    "tokens keep the proportions of what is left",
     mistake="The shares are those of p - q, not of p: a token that q covers in part counts with the rest.",
     look="'What is left over'",
 )
 def proportions(answer):
+    """Tokens keep the proportions of what is left."""
     for p, q in (((4, 3, 2, 1), (1, 2, 5, 2)), ((2, 8, 0), (6, 0, 4)), ((5, 1, 4), (3, 7, 0))):
         left = [max(0, a - b) for a, b in zip(p, q, strict=True)]
         want = [number / sum(left) for number in left]
@@ -145,11 +145,11 @@ def proportions(answer):
 
 
 @residual.check(
-    "where p and q are equal it gives p",
     mistake="Nothing is left over, and the division by its sum 0 makes NaN.",
     look="'What is left over'",
 )
 def equal(answer):
+    """Where p and q are equal it gives p."""
     expect(close(answer(tenths(3, 6, 1), tenths(3, 6, 1)), [0.3, 0.6, 0.1], TOLERANCE), "p = q = .3 .6 .1")
 
 
@@ -161,11 +161,11 @@ def rows(*distributions: tuple[int, ...]) -> Tensor:
 
 
 @verify_sampled.check(
-    "a draft is accepted with probability p / q",
     mistake="The draft x is accepted if u < p(x) / q(x): not u < p(x), and not the other way up.",
     look="'Sampled'",
 )
 def ratio(answer):
+    """A draft is accepted with probability p / q."""
     p, q = rows((4, 2, 4), (4, 2, 4)), rows((2, 5, 3))  # draft 1: p / q is 0.4
     for u, accepted in ((0.35, True), (0.45, False)):
         got = list(answer(p, q, [1], [u], 0.1))
@@ -173,32 +173,32 @@ def ratio(answer):
 
 
 @verify_sampled.check(
-    "what the target says at least as often is always accepted",
     mistake="Where p(x) >= q(x) the ratio is 1 or more, and every u below 1 accepts.",
     look="'Sampled'",
 )
 def always(answer):
+    """What the target says at least as often is always accepted."""
     p, q = rows((1, 6, 3), (1, 6, 3)), rows((4, 3, 3))
     for draft in (1, 2):
         expect(answer(p, q, [draft], [0.999], 0.05)[0] == draft, f"p = .1 .6 .3, q = .4 .3 .3, draft {draft}, u = .999")
 
 
 @verify_sampled.check(
-    "what the target never says is never accepted",
     mistake="u can be exactly 0: with <= in place of < a token with p(x) = 0 is accepted then.",
     look="'Sampled'",
 )
 def never(answer):
+    """What the target never says is never accepted."""
     p, q = rows((5, 0, 5), (5, 0, 5)), rows((2, 6, 2))
     expect(answer(p, q, [1], [0.0], 0.1)[0] != 1, "p(x) = 0, q(x) = .6, u = 0")
 
 
 @verify_sampled.check(
-    "accepted drafts are followed by one draw from p behind them",
     mistake="After k accepted drafts comes one more token, drawn from p[k]: the row behind the last draft.",
     look="'Sampled'",
 )
 def bonus(answer):
+    """Accepted drafts are followed by one draw from p behind them."""
     p = rows((0, 0, 5, 5), (0, 5, 5, 0), (3, 7, 0, 0))
     q = rows((0, 0, 5, 5), (0, 5, 5, 0))
     for u_next, last in ((0.2, 0), (0.4, 1), (0.9, 1)):
@@ -208,11 +208,11 @@ def bonus(answer):
 
 
 @verify_sampled.check(
-    "the first rejected draft ends it",
     mistake="Drafts behind a rejected one continue a text that does not exist: they are not looked at.",
     look="'Sampled'",
 )
 def ends(answer):
+    """The first rejected draft ends it."""
     p = rows((5, 5, 0, 0), (1, 0, 9, 0), (0, 0, 5, 5), (2, 2, 3, 3))
     q = rows((5, 5, 0, 0), (1, 9, 0, 0), (0, 0, 5, 5))
     got = list(answer(p, q, [1, 1, 3], [0.3, 0.6, 0.3], 0.5))
@@ -220,11 +220,11 @@ def ends(answer):
 
 
 @verify_sampled.check(
-    "after a rejection the token comes from what is left over there",
     mistake="Draw from the residual of p and q at the rejected place, not from p, nor from another place's row.",
     look="'Sampled'",
 )
 def from_residual(answer):
+    """After a rejection the token comes from what is left over there."""
     p = rows((0, 0, 5, 5), (4, 3, 2, 1), (0, 0, 0, 10))
     q = rows((0, 0, 5, 5), (1, 2, 5, 2))  # what is left at place 1 is 3 : 1 : 0 : 0
     for u_next, last in ((0.3, 0), (0.6, 0), (0.7, 0), (0.8, 1), (0.95, 1)):
@@ -233,11 +233,11 @@ def from_residual(answer):
 
 
 @verify_sampled.check(
-    "the first token has the target's distribution, whatever drafted it",
     mistake="Over all drafts and draws the first token's frequencies are not p: acceptance and residual must fit.",
     look="'Why it is exact'",
 )
 def law(answer):
+    """The first token has the target's distribution, whatever drafted it."""
     p, q = (4, 3, 2, 1), (1, 2, 5, 2)
     frequency = [0.0] * 4
     grid, fine = [(i + 0.5) / 10 for i in range(10)], [(i + 0.5) / 8 for i in range(8)]  # p / q, and 3 : 1, are exact

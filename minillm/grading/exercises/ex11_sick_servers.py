@@ -53,38 +53,38 @@ def says(answer, cause: str, others: tuple[str, ...]) -> None:
 
 
 @diagnose.check(
-    "a full batch with memory to spare is the batch cap's fault",
     mistake="Compare rows with max_batch, on average over time: a queue alone does not say why it waits.",
     look="'The causes'",
 )
 def batch_cap(answer):
+    """A full batch with memory to spare is the batch cap's fault."""
     says(answer, "batch_cap", ("memory", "prompts"))
 
 
 @diagnose.check(
-    "live blocks near the size of the pool mean that memory is short",
     mistake="The pool is blocks_live + blocks_cached + blocks_free, and only live blocks are taken for good.",
     look="'The causes'",
 )
 def memory(answer):
+    """Live blocks near the size of the pool mean that memory is short."""
     says(answer, "memory", ("batch_cap", "prompts"))
 
 
 @diagnose.check(
-    "steps full of prompt tokens mean that prompts are the work",
     mistake="Compare prompt_tokens with the budget max_step_tokens: beside the output tokens they always look many.",
     look="'The causes'",
 )
 def prompts(answer):
+    """Steps full of prompt tokens mean that prompts are the work."""
     says(answer, "prompts", ("batch_cap", "memory"))
 
 
 @diagnose.check(
-    "long steps with every limit far away are past the knee",
     mistake="No limit is reached here, but a step takes a multiple of the shortest: the rows themselves are too many.",
     look="'The causes'",
 )
 def knee(answer):
+    """Long steps with every limit far away are past the knee."""
     says(answer, "knee", ("batch_cap", "prompts"))
 
 
@@ -98,46 +98,46 @@ def cures(answer, cause: str) -> None:
 
 
 @treat.check(
-    "a capped batch is cured",
     mistake="Memory and steps are hardly used: the only thing in the way is the number of rows that may run.",
     look="'Treatments'",
 )
 def cure_batch_cap(answer):
+    """A capped batch is cured."""
     cures(answer, "batch_cap")
 
 
 @treat.check(
-    "short memory is cured",
     mistake="More rows are of no use without blocks to hold them: make a token's keys and values smaller.",
     look="'Treatments'",
 )
 def cure_memory(answer):
+    """Short memory is cured."""
     cures(answer, "memory")
 
 
 @treat.check(
-    "prompts are cured",
     mistake="The same instructions are computed for every request; a bigger step computes them no faster.",
     look="'Treatments'",
 )
 def cure_prompts(answer):
+    """Prompts are cured."""
     cures(answer, "prompts")
 
 
 @treat.check(
-    "past the knee is cured",
     mistake="8-bit keys and a prefix cache are in use already, and fewer rows only move the wait into the queue.",
     look="'Treatments'",
 )
 def cure_knee(answer):
+    """Past the knee is cured."""
     cures(answer, "knee")
 
 
 @treat.check(
-    "a second server only where nothing cheaper helps",
     mistake="A second server helps nearly everything, and doubles the bill: a setting would have done.",
     look="'Treatments'",
 )
 def cheapest(answer):
+    """A second server only where nothing cheaper helps."""
     for cause in ("batch_cap", "memory", "prompts"):
         expect(answer(cause) in TREATMENTS and answer(cause) != "second_server", f"the treatment for {cause!r}")

@@ -36,11 +36,11 @@ EXERCISE = Exercise(
 
 
 @order_prompts.check(
-    "every prompt comes back, once",
     mistake="An order holds each of the prompts once: nobody may be dropped, not even a very long one.",
     look="'The rules'",
 )
 def everybody(answer):
+    """Every prompt comes back, once."""
     prompts = [Prompt(1, 2.0, 300, 300), Prompt(2, 2.5, 16_000, 9_000), Prompt(3, 2.5, 16_000, 16_000)]
     for some in (prompts, prompts[:1], prompts[::-1]):
         got = list(answer(list(some), 3.0))
@@ -48,53 +48,53 @@ def everybody(answer):
 
 
 @order_prompts.check(
-    "of two that came together, the shorter one goes first",
     mistake="The longer one still goes first: then a question waits behind a document that came no earlier.",
     look="'What to gain'",
 )
 def shorter_first(answer):
+    """Of two that came together, the shorter one goes first."""
     for long, short in ((4_000, 200), (900, 300)):
         got = answer([Prompt(1, 5.0, long, long), Prompt(2, 5.0, short, short)], 5.5)
         expect(got[0].number == 2, f"prompts of {long} and {short} tokens, both half a second old")
 
 
 @order_prompts.check(
-    "what is left counts, not what was asked",
     mistake="A document that is computed but for its last piece is nearly out of the way: look at left, not at tokens.",
     look="'What a server sees'",
 )
 def what_is_left(answer):
+    """What is left counts, not what was asked."""
     got = answer([Prompt(1, 5.0, 600, 600), Prompt(2, 5.0, 16_000, 200)], 5.5)
     expect(got[0].number == 2, "a prompt with 600 of 600 tokens left, and one with 200 of 16,000 left, equally old")
 
 
 @order_prompts.check(
-    "the list that was passed in stays as it was",
     mistake="The list was sorted in place: sorted() makes a new one.",
     look="'The rules'",
 )
 def left_alone(answer):
+    """The list that was passed in stays as it was."""
     prompts = [Prompt(1, 5.0, 900, 900), Prompt(2, 5.1, 500, 500), Prompt(3, 5.2, 100, 100)]
     answer(prompts, 6.0)
     expect([p.number for p in prompts] == [1, 2, 3], "three prompts, looked at after the call")
 
 
 @order_prompts.check(
-    "nobody waits for ever",
     mistake="While short prompts keep coming, the long one starves: the longer it has waited, the more it must count.",
     look="'What to lose'",
 )
 def nobody_starves(answer):
+    """Nobody waits for ever."""
     longest = serve(answer, rush()).longest_s
     expect(longest <= PATIENCE_S, f"one document and 120 questions behind it: somebody waited {longest:.1f} s")
 
 
 @order_prompts.check(
-    "the p99 is a quarter lower, and the throughput the same",
     mistake="Waiting counts so much, or so little, that questions behind a document wait about as long as before.",
     look="'What to gain'",
 )
 def lower_p99(answer):
+    """The p99 is a quarter lower, and the throughput the same."""
     for number, seed in enumerate(SEEDS, 1):
         score, first_come = serve(answer, load(seed)), given(seed)
         expect(score.p99_s <= LOWER * first_come.p99_s, f"load {number} of {len(SEEDS)}: p99 {score.p99_s:.2f} s")
