@@ -250,7 +250,7 @@ def speculation(setting: Setting) -> Measurement:
     """Step costs, drafts of every kind by length and batch, where they begin to cost, and a check of sampling."""
     model, name = setting.model, setting.model_name
     batches = setting.size((1, 4, 16), (1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16, 32, 64))
-    lengths = setting.size((2, 4, 7), (2, 4, 8), (1, 2, 3, 4, 6, 8))
+    lengths = setting.size((2, 4, 7), (1, 2, 4, 8), (1, 2, 3, 4, 6, 8))
     serve(model, [list(range(16))] * 2, 4, 2)  # warm up
     rows = list(step_costs(model, batches, sorted({0, 1, *lengths, ADAPTIVE}),
                            setting.size(3, 5)))
