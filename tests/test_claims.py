@@ -173,7 +173,7 @@ PLANTED = {
     "E3": (DRAFTS, (3, "speedup", 1.2)),
     "E4": (DRAFTS, (5, "speedup", 1.0)),
 }  # fmt: skip
-JUDGED = {claim.id: claim for claim in LEDGER if claim.judge}
+JUDGED = {claim.id: claim for claim in LEDGER}
 
 
 def source(device: str = "A GPU", driver: str = "1, CUDA 13") -> Provenance:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import mean
+from statistics import mean, median
 
 from minillm.ladder.quantized import kv_bytes_per_token, native_format
 from minillm.ladder.records import Records
@@ -73,26 +73,36 @@ def continuous_vs_static(setting: Setting) -> Measurement:
     """The policies on the lengths of real chats, in the same bytes, which alone limit the batch.
 
     "answers only" has the same answers behind prompts of one token: what the policy is worth
-    once prompts are no part of it.
+    once prompts are no part of it. Runs take turns, and the medians are compared.
     """
     model = setting.timed_model
-    requests, scale = setting.size((24, 0.04), (32, 0.1), (256, 1.0))
+    requests, scale, turns = setting.size((24, 0.04, 1), (32, 0.1, 3), (256, 1.0, 1))
     items = chat(requests, scale=scale, seed=setting.seed)
     token_bytes = kv_bytes_per_token(model.config, native_format(model.dtype))
     parts = {"whole run": items, "answers only": [replace(item, prompt_ids=item.prompt_ids[:1]) for item in items]}
     chapters.warm_up(model)
-    rows: list[dict] = []
-    for part, setup in setting.each("continuous_vs_static", [(part, setup) for part in parts for setup in SETUPS]):
+    runs: dict[tuple[str, str], list[dict]] = {(part, setup): [] for part in parts for setup in SETUPS}
+    for part, setup in setting.each("continuous_vs_static", [*runs] * turns):
         memory = memory_of(parts[part], 8) * token_bytes
-        found = metrics.summary(chapters.serve(model, parts[part], kv_memory=memory, max_batch=64, **SETUPS[setup]))
-        speed = found["output_tokens"] / found["busy_s"]
-        static = next((row["tokens_per_s"] for row in rows if row["part"] == part), speed)
-        rows.append({
-            "part": part, "setup": setup, "steps": found["steps"], "mean_rows": found["batch"]["mean_rows"],
-            "idle_share": found["batch"]["idle_share"], "tokens_per_s": speed, "times_static": speed / static,
-        })
+        records = chapters.serve(model, parts[part], kv_memory=memory, max_batch=64, **SETUPS[setup])
+        runs[part, setup].append(metrics.summary(records))
+    rows: list[dict] = []
+    for (part, setup), found in runs.items():
+        if found:  # else the budget was spent
+            static = next((row["tokens_per_s"] for row in rows if row["part"] == part), None)
+            rows.append({"part": part, "setup": setup, **policy_row(found, static)})
     return chapters.measured("continuous_vs_static", model, setting.timed_name, rows,
                              Spread.of([row["tokens_per_s"] for row in rows], warmups=1))
+
+
+def policy_row(runs: Sequence[dict], static: float | None) -> dict:
+    """What the summaries of equal runs say; static: tokens per second of the first set-up, None for itself."""
+    speeds, one = [run["output_tokens"] / run["busy_s"] for run in runs], runs[0]  # the counts are equal in all
+    return {
+        "steps": one["steps"], "mean_rows": one["batch"]["mean_rows"], "idle_share": one["batch"]["idle_share"],
+        "tokens_per_s": median(speeds), "min": min(speeds), "max": max(speeds),
+        "times_static": median(speeds) / static if static else 1.0,
+    }
 
 
 def memory_of(items: Sequence[WorkItem], slots: int) -> int:

@@ -18,17 +18,17 @@ from minillm.measure.verdicts import NOT_MEASURED, Missing, Rows, Verdict
 
 @dataclass(frozen=True)
 class Claim:
-    """figure: what the articles name, for an 8B model in fp16 on an A100 80 GB. judge: None until one is written."""
+    """figure: what the articles name, for an 8B model in fp16 on an A100 80 GB."""
 
     id: str
     sentence: str
     figure: str
-    judge: Callable[[Rows], Verdict] | None = None
+    judge: Callable[[Rows], Verdict]
 
     @property
-    def experiment(self) -> str | None:
+    def experiment(self) -> str:
         """The name of the experiment that settles it."""
-        return next((e.name for e in EXPERIMENTS.values() if self.id in e.claims), None)
+        return next(e.name for e in EXPERIMENTS.values() if self.id in e.claims)
 
 
 LEDGER = (
@@ -122,8 +122,6 @@ def find_all(root: Path = MEASUREMENTS, claims: tuple[Claim, ...] = LEDGER) -> l
 
 
 def _of_claim(claim: Claim, root: Path) -> list[Finding]:
-    if claim.judge is None or claim.experiment is None:
-        return [Finding(claim, "", "", NOT_MEASURED, "no experiment settles it yet")]
     files = sorted(root.glob(f"*/{claim.experiment}.json"))
     if not files:
         return [Finding(claim, "", "", NOT_MEASURED, f"run `minillm measure {claim.experiment}`")]
@@ -165,7 +163,6 @@ def as_markdown(findings: list[Finding]) -> str:
     lines = ["| | claim | the articles | experiment | verdict | on | measured |", "|---|---|---|---|---|---|---|"]
     for row in as_rows(findings):
         on = row["device"] if row["kind"] in ("", row["device"]) else f"{row['kind']}: {row['device']}"
-        experiment = row["experiment"] or ""
-        cells = row["id"], row["claim"], row["figure"], experiment, row["verdict"], on, row["measured"]
+        cells = row["id"], row["claim"], row["figure"], row["experiment"], row["verdict"], on, row["measured"]
         lines.append("| " + " | ".join(text.replace("|", "\\|") for text in cells) + " |")
     return "\n".join(lines)
