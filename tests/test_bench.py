@@ -1,15 +1,22 @@
 """The benchmarks run: on models without files, beside transformers on the very same weights."""
 
+import json
+
 import pytest
 import torch
-from tiny import tiny_config
+from tiny import tiny_config, tiny_model
 
 from minillm.cli import main
 from minillm.ladder.decode import NoCache
+from minillm.ladder.request import RequestError
 from minillm.measure import bench as bench_module
+from minillm.measure import client
+from minillm.measure.client import save_row
 from minillm.measure.decode_bench import decode_bench
+from minillm.measure.measurement import Measurement, device_name
 from minillm.measure.reference import load_reference
 from minillm.measure.roofline import Ceilings, StepShape, least_work
+from minillm.measure.workload import WorkItem, make_workload
 from minillm.model.config import PRESETS
 from minillm.model.weights import load_model
 
@@ -59,6 +66,39 @@ def test_a_workload_runs_beside_transformers_and_shows_its_share_of_the_limit(mo
     assert main(["bench", "yardstick", *arguments.split()]) == 0
     shown = capsys.readouterr().out
     assert "transformers, continuous batching" in shown and "MBU" in shown
+
+
+@pytest.mark.parametrize("loop", [["--clients", "3"], ["--rate", "40"]])
+def test_our_engine_in_a_server_s_loop_is_measured_as_a_server(loop, monkeypatch, capsys, tmp_path):
+    """The same figures from the same workload; a row of bench_servers."""
+    monkeypatch.setitem(PRESETS, "tiny", tiny_config("t8-2", vocab_size=10_001))
+    monkeypatch.setattr(client, "save_row", lambda row, device: save_row(row, tmp_path, device))
+    asked = make_workload("chat", requests=12, scale=0.02, rate=40)
+    command = ["bench", "chat", "--model", "random:tiny", "--requests", "12", "--scale", "0.02", *loop]
+    assert main([*command, "--save", "--json", "-"]) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("TTFT", "ITL per token", "latency", "in flight on average", "12 requests"))
+    found = json.loads(shown.strip().splitlines()[-1])
+    assert found["output_tokens"] == sum(item.output_tokens for item in asked)
+    assert found["ttft_s"]["n"] == 12 and 0 < found["ttft_s"]["p50"] <= found["latency_s"]["p50"]
+    if loop[0] == "--clients":
+        assert found["batch"]["peak_rows"] <= 3 and found["mean_in_flight"] <= 3
+    else:
+        last = max(item.arrival for item in asked) - min(item.arrival for item in asked)
+        assert found["span_s"] >= last, "an open loop lasts until its last request has come"
+    row, = Measurement.load(device_name("cpu"), "bench_servers", tmp_path).rows
+    named = {"--clients": "closed loop, 3 clients", "--rate": "open loop, 40 requests/s"}[loop[0]]
+    assert (row["server"], row["loop"], found["loop"]) == ("minillm", named, named)
+    assert row["requests"] == 12 and {"ttft_p50_ms", "itl_p99_ms", "latency_p50_ms"} <= row.keys()
+
+
+def test_a_request_that_cannot_run_is_refused_before_the_others_run():
+    """Though it would be the last to come."""
+    model, steps = tiny_model(), []
+    asked = [WorkItem(0.0, [1, 2, 3], 4), WorkItem(0.1, [1] * 4000, 200)]
+    with pytest.raises(RequestError, match="4,096"):
+        bench_module.bench_loop(asked, model, clients=1, watch=steps.append)
+    assert not steps
 
 
 @pytest.mark.parametrize(("option", "value"), [("--batch", "1,x"), ("--batch", "0"), ("--steps", "0")])

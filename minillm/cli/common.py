@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from minillm.model.config import check_at_least
 from minillm.model.source import DEFAULT
 
 
@@ -47,7 +48,8 @@ def add_workload(parser) -> None:
 
 
 def workload_settings(arguments) -> dict:
-    """What these options ask of the workload's own function; ValueError for both kinds of loop at once."""
+    """What these options ask of the workload's own function; ValueError for both loops at once, or no client."""
+    check_at_least(1, clients=arguments.clients)
     if arguments.clients is not None and arguments.rate is not None:
         raise ValueError("--clients asks again once answered, and has no --rate: leave one of them")
     asked = {"requests": arguments.requests, "rate": arguments.rate, "path": arguments.trace}
@@ -75,18 +77,30 @@ def bar(label: str, total: int):
 
 
 def print_summary(found: dict) -> None:
-    """What `metrics.summary` found, in the lines that a server is judged by."""
+    """What `metrics.summary` or `seen_by_clients` found, in the lines that a server is judged by."""
     from minillm.show.tables import cell, text_table
 
-    batch, kv, counts = found["batch"], found["kv"], found["requests"]
     names = {"queue_s": "queue", "ttft_s": "TTFT", "itl_per_step_s": "ITL per step", "itl_per_token_s": "ITL per token",
              "latency_s": "latency"}
-    rows = [{"seconds": title, **(found[name] or {})} for name, title in names.items()]
-    print(text_table(rows, {name: name for name in ("seconds", "n", "p50", "p90", "p99", "max")}))
-    if few := next((row["warning"] for row in rows if row.get("warning")), None):
+    rows = [{"seconds": title, **found[name]} for name, title in names.items() if found.get(name)]
+    counts = found["requests"]
+    if counts["finished"]:
+        print(text_table(rows, {name: name for name in ("seconds", "n", "p50", "p90", "p99", "max")}))
+    if few := next((row["warning"] for row in rows if row["warning"]), None):
         print(few)
     print(f"{cell(found['output_tokens_per_s'])} output tokens/s over {cell(found['span_s'])} s; "
-          f"{counts['finished']:,} requests finished, {counts['aborted']:,} aborted")
+          f"{counts['finished']:,} requests finished" + f", {counts['aborted']:,} aborted" * bool(counts["aborted"]))
+    if "mean_in_flight" in found:
+        print(f"{cell(found['mean_in_flight'])} requests in flight on average")
+    if "batch" in found:
+        _print_inside(found)
+
+
+def _print_inside(found: dict) -> None:
+    """What an engine knows of itself, and no client of it."""
+    from minillm.show.tables import cell
+
+    batch, kv = found["batch"], found["kv"]
     print(f"batch: {cell(batch['mean_rows'])} rows on average, at most {cell(batch['peak_rows'])}; queue at most "
           f"{cell(found['queue_depth']['peak'])}; cache full to {cell(kv.get('peak_share'))} of it at the peak; "
           f"{cell(found['preemptions'])} preemptions")

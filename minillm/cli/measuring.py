@@ -158,7 +158,11 @@ def _claims(arguments) -> int:
 
 def add_bench(commands) -> None:
     """The parser of `minillm bench`."""
-    parser = commands.add_parser("bench", help="run a workload: here, beside transformers, or on a server")
+    parser = commands.add_parser(
+        "bench", help="run a workload: here, beside transformers, or on a server",
+        description="Here all requests come at once, in turns with those of --against. With --clients or --rate they "
+                    "come as to a server, once, and the figures are those that --url gives of a server.",
+    )
     parser.add_argument("workload", nargs="?", default="peers",
                         help="decode: steps by batch, beside the device's limits; or one of minillm.measure.workload "
                              "(default: peers)")
@@ -172,10 +176,10 @@ def add_bench(commands) -> None:
     parser.add_argument("--context", type=int, default=128, help="tokens before a step of decode (default: 128)")
     parser.add_argument("--steps", type=int, default=16, help="of decode, timed for each batch (default: 16)")
     parser.add_argument("--kv-format", default="auto", help="of decode, as in Engine (default: auto)")
-    server = parser.add_argument_group("with --url, as are --rate and --clients")
+    server = parser.add_argument_group("with --url")
     server.add_argument("--text", action="store_true", help=f"send prompts as text, spelled by {DEFAULT}'s tokenizer")
     server.add_argument("--patience-s", type=float, default=60.0, help="silence after which a request has stalled")
-    server.add_argument("--label", help="the server's name in what is saved (default: its URL)")
+    parser.add_argument("--label", help="the server's name in what is saved (default: its URL, or minillm)")
     add_outputs(parser)
     parser.set_defaults(run=_bench)
 
@@ -190,7 +194,7 @@ def _bench(arguments) -> int:
     if arguments.url:
         return _bench_server(arguments, settings)
     if arguments.rate is not None or arguments.clients is not None:
-        raise ValueError("--rate and --clients are for --url: here all requests come at once")
+        return _bench_loop(arguments, settings)
     if arguments.workload == "decode":
         result = decode_bench(
             arguments.model, whole_numbers("--batch", arguments.batch), arguments.context, arguments.steps,
@@ -214,9 +218,48 @@ def whole_numbers(option: str, text: str) -> list[int]:
         raise ValueError(f"{option} {text!r}: give whole numbers with commas, such as 1,8,32") from None
 
 
+def _bench_loop(arguments, settings: dict) -> int:
+    from minillm.measure.bench import bench_loop
+    from minillm.measure.measurement import device_name
+    from minillm.measure.workload import make_workload
+    from minillm.model.weights import load_model
+    from minillm.show.live import Gauges, on_terminal
+
+    if arguments.against or arguments.workload == "decode":
+        what = "--against" if arguments.against else "decode"
+        raise ValueError(f"{what} has no --rate and no --clients: leave them out, or {what}")
+    items, model = make_workload(arguments.workload, **settings), load_model(arguments.model)
+    with on_terminal(f"{arguments.workload}, {len(items)} requests") as show:
+        found = bench_loop(items, model, arguments.clients, Gauges(show))
+    device = device_name(model.device)
+    print(f"{arguments.workload} on {arguments.model} on {device}, {_loop(arguments)}")
+    print_summary(found)
+    _write_loop(arguments, found, "minillm", {"device": device}, model.device)
+    return 0
+
+
+def _loop(arguments) -> str:
+    """In words, as in what is saved: a figure of one loop says nothing of another."""
+    if arguments.clients is not None:
+        return f"closed loop, {arguments.clients} clients"
+    return "open loop" if arguments.rate is None else f"open loop, {arguments.rate:g} requests/s"
+
+
+def _write_loop(arguments, found: dict, label: str, where: dict, device="cpu") -> None:
+    """Keep a loop's figures as a row, and write them, where the options ask for it."""
+    from minillm.measure.client import save_row, server_row
+
+    loop = _loop(arguments)
+    if arguments.save:
+        row = server_row(found, arguments.label or label, arguments.workload, arguments.model, loop)
+        print(f"saved {save_row(row, device=device)}")
+    model = {"workload": arguments.workload, "model": arguments.model, "loop": loop}
+    write_json(arguments.json, {**where, **model, **found})
+
+
 def _bench_server(arguments, settings: dict) -> int:
     """Status 1 if no request was answered."""
-    from minillm.measure.client import Server, bench_server, save_row, server_row
+    from minillm.measure.client import Server, bench_server
     from minillm.measure.workload import make_workload
     from minillm.model.tokenizer import load_tokenizer
     from minillm.show.live import on_terminal
@@ -226,17 +269,14 @@ def _bench_server(arguments, settings: dict) -> int:
     server = Server(arguments.url.rstrip("/"), arguments.model, arguments.patience_s, text_of)
     with on_terminal(f"{arguments.workload}, {len(items)} requests") as show:
         found = bench_server(server, items, arguments.clients, show)
-    loop = f"closed loop, {arguments.clients} clients" if arguments.clients else "open loop"
-    print(f"{arguments.workload} on {arguments.model} at {server.url}, {loop}; times as the client saw them")
+    print(f"{arguments.workload} on {arguments.model} at {server.url}, {_loop(arguments)}; "
+          "times as the client saw them")
     print_summary(found)
     print(f"{found['failed']:,} of {len(items):,} requests failed, and are in no figure above"
           + "".join(f"; {kind}: {number:,}" for kind, number in found["faults"].items()))
     if found["short_answers"]:
         print(f"{found['short_answers']:,} answers were not as long as asked: the server does not know ignore_eos")
-    if arguments.save:
-        row = server_row(found, arguments.label or server.url, arguments.workload, arguments.model, loop)
-        print(f"saved {save_row(row)}")
-    write_json(arguments.json, {"url": server.url, "workload": arguments.workload, "loop": loop, **found})
+    _write_loop(arguments, found, server.url, {"url": server.url})
     return 1 if found["failed"] == len(items) else 0
 
 

@@ -1,21 +1,24 @@
-"""One workload on this engine, and on transformers beside it in the same process, in turns."""
+"""One workload on this engine: beside transformers in the same process, in turns, or alone in the loop of a server."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 
 import torch
 
 from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import native_format
+from minillm.measure import metrics
 from minillm.measure.measurement import Measurement, Spread, provenance
 from minillm.measure.reference import load_reference
 from minillm.measure.roofline import Ceilings, StepWork, least_work, measure_ceilings
 from minillm.measure.setting import Progress, silent
 from minillm.measure.virtual import shape_of
 from minillm.measure.workload import WorkItem, make_workload, play
+from minillm.model.llama import Llama
 from minillm.model.weights import load_model
 
 STATIC_BATCH = 8
@@ -77,6 +80,32 @@ def _take_turns(engines, items, repeats: int, progress) -> dict[str, list[float]
     return speeds
 
 
+def bench_loop(
+    items: Sequence[WorkItem], model: Llama, clients: int | None = None, watch: Callable[[Engine], None] | None = None
+) -> dict:
+    """`metrics.summary` of a workload in a server's loop, with all that `client.bench_server` finds of a server.
+
+    clients: of a closed loop; None plays the open loop at the items' arrival times. First the
+    longest requests run for two tokens each: that warms up, and refuses (RequestError) what
+    cannot run before the rest has been waited for. watch: as of `bench`.
+    """
+    longest = sorted(items, key=lambda item: len(item.prompt_ids) + item.max_tokens)[-4:]
+    play(started_engine(model), [replace(item, stop_after=2) for item in longest], len(longest), watch)
+    engine = started_engine(model)
+    outputs = play(engine, items, clients, watch)
+    short = sum(len(given) != item.output_tokens for given, item in zip(outputs, items, strict=True))
+    seen = metrics.seen_by_clients(engine.records)
+    return {**metrics.summary(engine.records), **seen, "faults": {}, "failed": 0, "short_answers": short}
+
+
+def started_engine(model: Llama) -> Engine:
+    """An engine whose CUDA graphs are recorded: starting is not timed, neither here nor in others."""
+    engine = Engine(model)
+    if engine.executor.graphs:
+        engine.executor.graphs.record_all()
+    return engine
+
+
 class OurEngine:
     """Runs items on an engine, and keeps the last run's steps: what they needed at the least."""
 
@@ -84,9 +113,7 @@ class OurEngine:
         self.model, self.watch = model, watch
 
     def __call__(self, items: Sequence[WorkItem]) -> Run:
-        engine = Engine(self.model)
-        if engine.executor.graphs:  # starting is not timed, neither here nor in transformers
-            engine.executor.graphs.record_all()
+        engine = started_engine(self.model)
         start = time.perf_counter()
         outputs = play(engine, items, len(items), self.watch)
         self.seconds, self.steps = time.perf_counter() - start, engine.records.steps

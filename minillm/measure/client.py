@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import torch
 
 from minillm.ladder.records import Records, RequestRecord
 from minillm.measure import metrics
@@ -88,7 +89,7 @@ class Run:
     ended: float = 0.0
 
     def records(self) -> Records:
-        """As an engine's records, without its steps: what `metrics.summary` takes."""
+        """As an engine's records, without its steps: what `metrics.seen_by_clients` takes."""
         records = Records("all")
         records.requests = sorted(self.lives, key=lambda life: life.finish)
         for life in self.lives:
@@ -101,18 +102,14 @@ class Run:
 def bench_server(
     server: Server, items: Sequence[WorkItem], clients: int | None = None, on_change: OnChange | None = None
 ) -> dict:
-    """`metrics.summary` of the workload on the server, with `faults`, `short_answers` and `mean_in_flight`.
+    """`metrics.seen_by_clients` of the workload on the server, with `faults`, `failed` and `short_answers`.
 
     clients: of a closed loop; None plays the open loop at the items' arrival times.
     on_change: called with {"done", "failed", "in_flight", "tokens", "seconds"} at each event.
     """
     run = asyncio.run(play(server, items, clients, on_change))
-    found = metrics.summary(run.records())
-    waited = sum(life.finish - life.arrival for life in run.lives)
-    return {
-        **found, "faults": dict(run.faults), "failed": run.faults.total(), "short_answers": run.short,
-        "mean_in_flight": waited / found["span_s"] if found["span_s"] else None,  # Little's law
-    }
+    found = metrics.seen_by_clients(run.records())
+    return {**found, "faults": dict(run.faults), "failed": run.faults.total(), "short_answers": run.short}
 
 
 async def play(
@@ -152,6 +149,8 @@ async def play(
         coming, run.began = iter(order), time.perf_counter()
         works = [arrive(http, i) for i in order] if clients is None else [client(http, coming) for _ in range(clients)]
         await asyncio.gather(*works)
+    if clients is None and order:
+        run.began += items[order[0]].arrival  # when the first was due
     run.ended = max((life.finish for life in run.lives), default=time.perf_counter())
     return run
 
@@ -252,10 +251,13 @@ def server_row(found: dict, label: str, workload: str, model: str, loop: str) ->
     }
 
 
-def save_row(row: dict, root: Path = MEASUREMENTS) -> Path:
-    """Put a row into this device's `bench_servers`, in place of an earlier one of the same run."""
-    name, same = "bench_servers", ("server", "model", "workload", "loop")
-    path = measurement_path(device_name("cpu"), name, root)
-    rows = Measurement.load(device_name("cpu"), name, root).rows if path.exists() else []
+def save_row(row: dict, root: Path = MEASUREMENTS, device: str | torch.device = "cpu") -> Path:
+    """Put a row into this device's `bench_servers`, in place of an earlier one of the same run.
+
+    device: of our own engine; what a server elsewhere runs on, a client does not know.
+    """
+    name, same, device_is = "bench_servers", ("server", "model", "workload", "loop"), device_name(device)
+    path = measurement_path(device_is, name, root)
+    rows = Measurement.load(device_is, name, root).rows if path.exists() else []
     rows = [old for old in rows if any(old[key] != row[key] for key in same)]
-    return Measurement(name, provenance("see rows", "see rows", "cpu", 0, None), [*rows, row]).save(root)
+    return Measurement(name, provenance("see rows", "see rows", device, 0, None), [*rows, row]).save(root)

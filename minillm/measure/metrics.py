@@ -46,7 +46,7 @@ def distribution_of(histogram: Histogram) -> dict:
 
 
 def _described(n: int, at: Callable[[int], float | None], highest: float | None) -> dict:
-    few = f"p99 of {n} values is no more than their highest" if n < ENOUGH_FOR_P99 else None
+    few = f"p99 of {n} values is no more than their highest" if 0 < n < ENOUGH_FOR_P99 else None
     return {"n": n, **{f"p{percent}": at(percent) for percent in PERCENTILES}, "max": highest, "warning": few}
 
 
@@ -100,6 +100,24 @@ def summary(records: Records, price_per_hour: float | None = None) -> dict:
         "recomputed_tokens": totals["recomputed_tokens"],  # fed again after a preemption: neither prompt nor output
         "recovered_tokens": totals["recovered_tokens"],  # found in the cache again after a preemption
     }
+
+
+CLIENTS_SEE = (
+    "requests", "span_s", "output_tokens", "output_tokens_per_s", "ttft_s", "itl_per_token_s", "itl_per_step_s",
+    "latency_s",
+)
+
+
+def seen_by_clients(records: Records) -> dict:
+    """What of `summary` a client can know too: no queue, no batch, no cache. And `mean_in_flight`, by Little's law.
+
+    ValueError for records of mode "summary", which keep no request.
+    """
+    if records.mode != "all":
+        raise ValueError("records='summary' keeps no requests; run the engine with records='all'")
+    found = summary(records)
+    waited = sum(r.finish - r.arrival for r in records.requests if r.finish_reason != "abort")
+    return {**{name: found[name] for name in CLIENTS_SEE}, "mean_in_flight": _ratio(waited, found["span_s"])}
 
 
 def request_counts(records: Records) -> dict[str, int]:

@@ -87,14 +87,18 @@ except LookupError as error:
 # ```
 # vllm serve MODEL --served-model-name NAME --port 8000
 # minillm bench chat --url http://127.0.0.1:8000/v1 --model NAME --clients 8
+# minillm bench chat --clients 8
 # ```
 #
-# It reports TTFT, ITL and the rest as the client sees them. With `--label` and `--save` the run is kept; these are:
+# The first reports TTFT, ITL and latency as the client sees them, the second the same of this engine, without a network
+# between. Rows are comparable where the machine, the loop and the output tokens are the same. With `--label` and
+# `--save` a run is kept; these are:
 
 # %%
 SERVERS = {"server": "server", "model": "model", "workload": "workload", "loop": "loop", "requests": "requests",
-           "failed": "failed", "tokens_per_s": "tokens/s", "mean_in_flight": "in flight", "ttft_p50_ms": "TTFT p50, ms",
-           "ttft_p99_ms": "p99", "itl_p50_ms": "ITL p50, ms", "itl_p99_ms": "p99"}
+           "failed": "failed", "output_tokens": "output tokens", "tokens_per_s": "tokens/s",
+           "mean_in_flight": "in flight", "ttft_p50_ms": "TTFT p50, ms", "ttft_p99_ms": "p99",
+           "itl_p50_ms": "ITL p50, ms", "itl_p99_ms": "p99"}
 print(recorded("bench_servers", SERVERS))
 
 # %% [markdown]
