@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from minillm.ladder.continuous import Row
 from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import kv_bytes_per_token
-from minillm.ladder.records import Records
+from minillm.ladder.records import Records, accepted_drafts
 from minillm.ladder.request import SamplingParams
 from minillm.measure.capacity import capacity
 from minillm.measure.chapters import NoForward
@@ -188,8 +188,7 @@ def draft_rounds(engine: Engine, watched: Watched, prompt: list[int], max_tokens
         events = engine.step()
         for event in events:
             drafts = watched.proposed[0] if watched.proposed else []
-            kept = [a for a, b in zip(drafts, event.token_ids, strict=False) if a == b]
-            rounds.append(DraftRound(drafts, min(len(kept), len(drafts)), list(event.token_ids)))
+            rounds.append(DraftRound(drafts, accepted_drafts(drafts, event.token_ids), event.token_ids))
     return rounds
 
 
