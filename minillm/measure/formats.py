@@ -79,7 +79,7 @@ class Scheme:
 
 
 def as_they_are(setting: Setting, calibration: Calibration) -> None:
-    return None
+    """Keys are stored untreated."""
 
 
 def rotated(setting: Setting, calibration: Calibration) -> KeyTransform:
@@ -88,10 +88,12 @@ def rotated(setting: Setting, calibration: Calibration) -> KeyTransform:
 
 
 def scaled_channels(setting: Setting, calibration: Calibration) -> KeyTransform:
+    """Each channel's mean taken out, and its spread divided out."""
     return ChannelScaling.calibrate(calibration[1])
 
 
 def balanced(setting: Setting, calibration: Calibration) -> KeyTransform:
+    """Channels weighed by what queries make of them, then rotated."""
     return calibrated(*calibration)
 
 
@@ -127,6 +129,8 @@ _LOSS = {
     for column, title in ((f"{key}_change_nats", name), (f"{key}_change_error_nats", "+-"))
 }
 _FOUND = {f"found_in_{n}_percent": f"found in {n:,} %" for n in sorted({*LENGTHS["quick"], *LENGTHS["gpu"]})}
+
+
 def quality_tables(key: str, **first: str) -> tuple[dict[str, str], ...]:
     """Text, buckets and abilities, each row named by the column `key`; `first` stands in the first table only."""
     return (
@@ -343,6 +347,7 @@ def concurrency_row(config, kv_format: str, memory: int, records: Records) -> di
 
 
 def make_storage(model, scheme: Scheme, transform: KeyTransform | None, slots: int) -> KVStorage:
+    """An empty store of the scheme, with so many slots."""
     storage = KVStorage(model.config, scheme.kv_format, slots, model.device, transform)
     if not scheme.served:
         storage.keys = PerChannelKeys(storage)
