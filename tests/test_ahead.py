@@ -67,6 +67,19 @@ def test_when_the_next_step_is_launched(stop, wanted, monkeypatch):
     assert order == wanted
 
 
+def test_a_token_came_when_its_step_ended_not_when_the_next_was_launched():
+    engine = fake_engine()
+    engine.runs_ahead, start, clock = True, engine.executor.start, engine.clock
+
+    def slow_start(plan):
+        clock.moment += 0.25
+        return start(plan)
+
+    engine.executor.start = slow_start
+    engine.generate([[1, 2]], SamplingParams(3, ignore_eos=True))
+    assert engine.records.requests[0].token_times == [1.25, 2.5, 3.75]
+
+
 def test_an_abort_waits_for_the_step_under_way_and_loses_none_of_its_tokens():
     engine = fake_engine()
     engine.runs_ahead = True
@@ -100,6 +113,7 @@ def test_a_launch_that_fails_is_undone_and_the_step_before_it_is_reported(fails_
             tokens += [token for event in engine.step() for token in event.token_ids]
         except RuntimeError:
             failed += 1
+            engine.check_invariants()
     assert failed == 1 and tokens == expected_output((5, 6, 7), 6)
     engine.check_invariants()
 

@@ -2,11 +2,13 @@
 
 import itertools
 import random
+from collections import Counter
 from copy import deepcopy
 from statistics import median
 
 import pytest
 import torch
+from fakes import NoProposer, fake_engine
 from serving import make_engine
 from serving import serve as serve_all
 from test_drafter import random_drafter
@@ -303,13 +305,18 @@ def test_prompt_lookup_finds_the_latest_earlier_occurrence():
 
 def test_step_cost_is_the_median_of_what_was_seen_and_a_line_elsewhere():
     cost = StepCost()
-    for k in (0, 2, 2, 2, 0, 0):
+    for k in (0, *[2] * 9, 0):
         cost.add(k, 0.010 + 0.002 * k)
-    cost.add(2, 0.5)  # one step that something else held up
+    for seconds in (0.5, 0.001):  # one step that something else held up, and one that had nothing to do
+        cost.add(2, seconds)
     assert cost.seconds(2) == pytest.approx(0.014) and cost.seconds(7) == pytest.approx(0.024)
     for _ in range(StepCost.RECENT):
         cost.add(2, 0.030)  # what is old counts no more
     assert cost.seconds(2) == pytest.approx(0.030)
+    falling = StepCost()
+    for k in (0, 2):
+        falling.add(k, 0.020 - 0.005 * k)
+    assert falling.seconds(9) == pytest.approx(0.020), "a line that falls would promise steps in no time"
 
 
 def lengths_chosen(accepts: float, draft_costs: float, batch: int = 8, steps: int = 400) -> list[int]:
@@ -356,6 +363,43 @@ def test_steps_that_read_prompts_teach_nothing_of_what_drafts_cost():
     decoding, reading = Row(None, 9, 10, True, num_drafts=1), Row(None, 0, 7, False)
     speculator.observe([decoding, reading], [[1]], 5.0)
     assert not speculator.costs and speculator.acceptance[0] < 0.5
+
+
+def test_a_step_costs_what_its_most_drafts_cost_and_counts_for_the_rows_that_decode():
+    speculator = Speculator(NgramProposer(), 4, adaptive=True)
+    rows = [Row(None, 9, 10, True, num_drafts=k) for k in (1, 3, 2)] + [Row(None, 9, 10, False, idle=True)]
+    speculator.observe(rows, [[1]] * 3, 5.0)
+    assert {size: list(cost.recent) for size, cost in speculator.costs.items()} == {2: [3]}
+
+
+def test_the_first_round_which_reads_prompts_does_not_speak_against_drafts():
+    speculator = Speculator(NgramProposer(), 4, adaptive=True)
+    for seconds in (10.0, 1.0, 1.1, 1.0):
+        speculator.observe([Row(None, 9, 10, True, num_drafts=speculator.draft_length(1))], [[1]], seconds)
+    cost = speculator.costs[1]
+    assert (cost.seconds(0), cost.seconds(1)) == (1.0, 1.1)
+
+
+def test_the_lengths_beside_the_best_one_and_none_are_tried_now_and_then():
+    speculator = Speculator(NgramProposer(), 6, adaptive=True)
+    speculator.acceptance = [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    for _ in range(4):
+        speculator.observe([Row(None, 9, 10, True)], [[1]], 1.0)
+    assert Counter(speculator.draft_length(1) for _ in range(60)) == {3: 57, 4: 1, 2: 1, 0: 1}
+
+
+def test_an_engine_asks_for_the_rows_that_decode_and_tells_what_the_step_took():
+    """The second prompt takes two steps, in which only the first request decodes."""
+    speculator, asked = Speculator(NoProposer(), 2, adaptive=True), []
+    engine = fake_engine(seconds=0.25, say=lambda request: [7], speculator=speculator, max_step_tokens=8)
+    engine.scheduler.draft_length = lambda batch: asked.append(batch) or speculator.draft_length(batch)
+    engine.add([1, 2], SamplingParams(5))
+    engine.step()
+    engine.add([3] * 12, SamplingParams(3))
+    while engine.has_work:
+        engine.step()
+    assert asked == [1, 1, 2, 2]
+    assert {s for cost in speculator.costs.values() for times in cost.recent.values() for s in times} == {0.25}
 
 
 def test_a_draft_model_serves_one_engine():

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from fakes import FakeTokenizer
 from tiny import tiny_config
 
 from minillm.ladder.quantized import kv_bytes_per_token
@@ -185,9 +186,14 @@ def test_a_step_runs_on_until_somebody_arrives_or_ends_and_no_further():
     ]
 
 
-def test_a_stop_that_any_token_might_be_keeps_steps_apart():
-    engine = virtual_engine(SECOND)
-    engine.add([1], SamplingParams(max_tokens=50, stop_ids=[GIVEN_TOKENS + 2]))
+@pytest.mark.parametrize(
+    ("tokenizer", "stop"),
+    [(None, {"stop_ids": [GIVEN_TOKENS + 2]}), (FakeTokenizer(), {"stop": chr(97 + (GIVEN_TOKENS + 2) % 26)})],
+    ids=["an id", "a text"],
+)
+def test_a_stop_that_any_token_might_be_keeps_steps_apart(tokenizer, stop):
+    engine = virtual_engine(SECOND, tokenizer=tokenizer)
+    engine.add([1], SamplingParams(max_tokens=50, ignore_eos=True, **stop))
     while engine.has_work:
         engine.step(until=100.0)
     assert engine.clock.now() == 3.0 and engine.records.totals["finished_stop"] == 1
