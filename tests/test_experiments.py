@@ -18,8 +18,10 @@ from minillm.measure.measurement import EXACT, VIRTUAL, Measurement, Measurement
 from minillm.measure.prediction import ALLOWED, error_rows
 from minillm.measure.roofline import Ceilings
 from minillm.measure.setting import Setting
+from minillm.measure.speculation import ADAPTIVE
 from minillm.measure.verdicts import CONDITION, HOLDS
 from minillm.show.plots import knee_curve
+from minillm.show.recorded import heading
 
 VOCABULARY = 49_152  # of the default model's tokenizer
 
@@ -100,12 +102,24 @@ def test_one_alone_prints_its_measurement_last(three, tmp_path, capsys):
 def test_a_spent_budget_leaves_out_the_later_rows_and_says_so(three, capsys):
     assert main(["measure", "first", "--budget-s", "0", "--json", "-"]) == 0
     said = capsys.readouterr().out
-    assert json.loads(said.splitlines()[-1])["rows"] == [{"number": 0}]
-    assert "stopped at its budget of 0 s: rows are missing" in said
+    result = json.loads(said.splitlines()[-1])
+    assert (result["rows"], result["cut_at_s"]) == ([{"number": 0}], 0)
+    assert "cut at its budget of 0 s: rows are missing" in said
+
+
+SWEEPS = {"decode": 1, "batch_curve": 1, "cost_by_length": 1, "gain_by_spread": 1, "cost_of_blocks": 1,
+          "speculation": len({0, 1, 2, 4, 7, ADAPTIVE}) + 2}  # of one batch, a check of sampling, and the first case
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_a_spent_budget_ends_the_sweep_of_an_experiment_after_its_first_value(name, smollm2_dir):
+    found = run_experiment(name, Setting(quick=True, budget_s=0)).measurement
+    assert len(found.rows) == SWEEPS[name] and found.cut_at_s == 0
+    assert heading(found).endswith("cut at its budget of 0 s: rows are missing")
 
 
 def test_a_budget_that_cannot_be_kept_is_reported():
-    assert "past its budget of 1 s" in experiments.Outcome(None, 2.0, cut=False).report(1.0)
+    assert "past its budget of 1 s" in experiments.Outcome(Measurement("knee", None), 2.0).report(1.0)
 
 
 def test_resume_leaves_out_what_this_commit_has(three, capsys, monkeypatch):
@@ -117,6 +131,24 @@ def test_resume_leaves_out_what_this_commit_has(three, capsys, monkeypatch):
         monkeypatch.setattr("minillm.measure.experiments.current_commit", lambda commit=commit: commit)
         main(["measure", "first", "--resume"])
         assert "already" not in capsys.readouterr().out
+
+
+def test_resume_runs_again_what_a_smaller_budget_cut(three, capsys):
+    for budget, runs in (("0", True), ("0", False), ("60", True), ("90", False), (None, False)):
+        main(["measure", "first", "--resume", *(["--budget-s", budget] if budget else [])])
+        assert ("already" not in capsys.readouterr().out) == runs, f"budget {budget}"
+    main(["measure", "last", "--budget-s", "0"])
+    main(["measure", "last", "--resume"])
+    assert "already" not in capsys.readouterr().out, "no budget is larger than any"
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"experiment": "first"}'])
+def test_resume_runs_again_what_cannot_be_read(damage, three, capsys, tmp_path):
+    main(["measure", "first"])
+    (file,) = tmp_path.glob("measurements/*/first.json")
+    file.write_text(damage)
+    assert main(["measure", "first", "--resume"]) == 0
+    assert "already" not in capsys.readouterr().out and json.loads(file.read_text())["rows"]
 
 
 @pytest.mark.parametrize("names", [["nonsense"], ["first", "nonsense"]])

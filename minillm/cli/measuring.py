@@ -46,7 +46,8 @@ def add_measure(commands) -> None:
     add_model(parser)
     parser.add_argument("--device", default="auto", help="as in load_model: auto, cpu, cuda (default: auto)")
     parser.add_argument("--budget-s", type=float, metavar="S", help="for each: later rows are left out")
-    parser.add_argument("--resume", action="store_true", help="leave out what this commit has recorded already")
+    parser.add_argument("--resume", action="store_true", 
+                        help="leave out what this commit has recorded already, unless it was cut at a smaller budget")
     add_outputs(parser)
     parser.add_argument("--out", metavar="DIR", help="where to write (default: measurements/ in this folder)")
     parser.set_defaults(run=_measure)
@@ -88,8 +89,8 @@ def _run_all(arguments, names: list[str], root: Path) -> tuple[list, dict[str, s
     setting = Setting(arguments.quick, arguments.model, arguments.device, progress=bar, budget_s=arguments.budget_s)
     found, failed = [], {}
     for name in names:
-        if arguments.resume and recorded_here(name, setting, root):
-            print(f"{name}: this commit has it already\n")
+        if arguments.resume and (known := recorded_here(name, setting, root)):
+            print(f"{name}: this commit has it already" + f", {known.missing}" * bool(known.missing) + "\n")
             continue
         try:
             with ticking(f"{name}, {find(name).about}"):

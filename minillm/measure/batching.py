@@ -22,6 +22,7 @@ def batch_curve(setting: Setting) -> Measurement:
     """A decode step's time against its rows, beside its limits."""
     rows = setting.size((1, 8, 32, 64), (1, 2, 4, 8, 16, 32, 64, 128), (1, 2, 4, 8, 16, 32, 64, 128, 256))
     prompt_tokens, steps = 16, setting.size(8, 16)
+    rows = setting.each("batch_curve", rows)
     found = chapters.batch_curve(setting.timed_model, setting.timed_name, rows, prompt_tokens, steps)
     for row in found.rows:
         shape = StepShape.decode([prompt_tokens + steps // 2] * row["rows"])
@@ -114,7 +115,8 @@ def memory_of(items: Sequence[WorkItem], slots: int) -> int:
 def gain_by_spread(setting: Setting) -> Measurement:
     """Continuous over static batching against the spread of the answers' lengths."""
     requests, mean_tokens, repeats = setting.size((16, 8, 2), (32, 12, 4), (128, 64, 4))
-    return chapters.gain_by_spread(setting.timed_model, setting.timed_name, requests=requests,
+    spreads = setting.each("gain_by_spread", chapters.SPREADS)
+    return chapters.gain_by_spread(setting.timed_model, setting.timed_name, spreads, requests=requests,
                                    mean_tokens=mean_tokens, max_batch=8, repeats=repeats)
 
 

@@ -6,7 +6,7 @@ another device and saved, give the rows that are shown beside.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import mean, median, pstdev
 
 import numpy as np
@@ -62,7 +62,7 @@ def count(config: ModelConfig, items: Sequence[WorkItem], **settings) -> Records
 
 
 def cost_by_length(
-    model, name: str, lengths: Sequence[int], recompute_up_to: int = 1024, repeats: int = 3
+    model, name: str, lengths: Iterable[int], recompute_up_to: int = 1024, repeats: int = 3
 ) -> Measurement:
     """What the next token costs behind a text of so many tokens: all of it computed again, and with a cache.
 
@@ -113,7 +113,7 @@ def one_cached_step(model, length: int):
 
 
 def batch_curve(
-    model, name: str, rows: Sequence[int] = (1, 2, 4, 8, 16, 32), prompt_tokens: int = 16, steps: int = 12
+    model, name: str, rows: Iterable[int] = (1, 2, 4, 8, 16, 32), prompt_tokens: int = 16, steps: int = 12
 ) -> Measurement:
     """A decode step's time, and the tokens per second it gives, against the rows that share it."""
     warm_up(model)
@@ -140,8 +140,11 @@ def batch_curve(
 # -- 03: continuous batching ----------------------------------------------------------------------
 
 
+SPREADS = (0.0, 0.5, 1.0, 2.0)  # of the answers' lengths: standard deviation over mean
+
+
 def gain_by_spread(
-    model, name: str, spreads: Sequence[float] = (0.0, 0.5, 1.0, 2.0), requests: int = 32, mean_tokens: int = 24,
+    model, name: str, spreads: Iterable[float] = SPREADS, requests: int = 32, mean_tokens: int = 24,
     max_batch: int = 8, repeats: int = 1,
 ) -> Measurement:
     """Continuous over static batching on the same requests, against the spread of their answers' lengths.
@@ -284,7 +287,7 @@ def prefix_sharing(model, name: str, prompts: Sequence[Sequence[int]], tokens: i
     return measured("prefix_sharing", model, name, rows, Spread.of([row["ttft_p50_ms"] for row in rows], warmups=1))
 
 
-def cost_of_blocks(model, name: str, contexts: Sequence[int], steps: int = 8) -> Measurement:
+def cost_of_blocks(model, name: str, contexts: Iterable[int], steps: int = 8) -> Measurement:
     """A decode step of one sequence: keys and values in one run (rung 1), and gathered block by block (rung 4)."""
     rows, spreads = [], []
     for context in contexts:

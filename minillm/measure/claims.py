@@ -134,12 +134,12 @@ def _of_file(claim: Claim, file: Path, root: Path) -> Finding:
         run = Measurement.load(file.parent.name, file.stem, root)
     except MeasurementError as error:
         return Finding(claim, file.parent.name, "", NOT_MEASURED, f"refused: {error}")
-    where = run.provenance.device, kind_of(run)
+    where, cut = (run.provenance.device, kind_of(run)), f"; {run.missing}" * bool(run.missing)
     try:
         verdict = claim.judge(run.rows)
     except Missing as error:
-        return Finding(claim, *where, NOT_MEASURED, f"{error}, in the rows of {claim.experiment}")
-    return Finding(claim, *where, verdict.word, verdict.measured)
+        return Finding(claim, *where, NOT_MEASURED, f"{error}, in the rows of {claim.experiment}{cut}")
+    return Finding(claim, *where, verdict.word, verdict.measured + cut)
 
 
 def kind_of(run: Measurement) -> str:

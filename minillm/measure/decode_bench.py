@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -30,10 +31,12 @@ PROMPT_STEP_TOKENS = 16_384  # all prompts in one step, if they fit
 
 def decode(setting: Setting) -> Measurement:
     """The experiment: the timed model, at batches and a context that suit the device."""
-    return decode_bench(
-        setting.timed_name, setting.size((1, 8), (1, 8, 32), (1, 8, 32, 64, 128)), setting.size(32, 128, 1024),
-        setting.size(4, 16, 64), progress=setting.progress, model=setting.timed_model, ceilings=setting.ceilings,
-    )
+    runs = [
+        decode_bench(setting.timed_name, (batch,), setting.size(32, 128, 1024), setting.size(4, 16, 64),
+                     model=setting.timed_model, ceilings=setting.ceilings)
+        for batch in setting.each("decode", setting.size((1, 8), (1, 8, 32), (1, 8, 32, 64, 128)))
+    ]
+    return replace(runs[0], rows=[row for run in runs for row in run.rows])
 
 
 def decode_bench(

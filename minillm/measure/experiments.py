@@ -7,9 +7,10 @@ name it below, with the claims that its rows settle (`measure/claims.py`).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minillm.measure import (
@@ -109,17 +110,16 @@ def find(name: str) -> Experiment:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one experiment. cut: rows are missing, since the budget was spent."""
+    """What became of one experiment."""
 
     measurement: Measurement
     seconds: float
-    cut: bool
 
     def report(self, budget_s: float | None = None) -> str:
         """How long it took, and what that means for its rows."""
         text = f"{self.seconds:.1f} s"
-        if self.cut:
-            return f"{text}, stopped at its budget of {budget_s:g} s: rows are missing"
+        if self.measurement.missing:
+            return f"{text}, {self.measurement.missing}"
         if budget_s is not None and self.seconds > budget_s:
             return f"{text}, past its budget of {budget_s:g} s, at which it cannot stop between rows"
         return text
@@ -133,14 +133,25 @@ def run_experiment(name: str, setting: Setting) -> Outcome:
     if measurement.experiment != name:
         raise MeasurementError(f"{name} returned the rows of {measurement.experiment!r}: its file would not be found")
     measurement.check()
-    return Outcome(measurement, time.perf_counter() - setting.started, setting.cut)
+    if setting.cut:
+        measurement = replace(measurement, cut_at_s=setting.budget_s)
+    return Outcome(measurement, time.perf_counter() - setting.started)
 
 
-def recorded_here(name: str, setting: Setting, root: Path) -> bool:
-    """Whether this commit has left a file of it for this device. A commit with changes on top never has."""
-    device = device_name(setting.model.device)
-    for place in (device, VIRTUAL, EXACT):
+def recorded_here(name: str, setting: Setting, root: Path) -> Measurement | None:
+    """What this commit has left of it for this device, if it has all rows that the budget now allows.
+
+    So what was cut counts for no larger budget than its own. A file that cannot be read does
+    not count, and a commit with changes on top has left none.
+    """
+    allowed = math.inf if setting.budget_s is None else setting.budget_s
+    for place in (device_name(setting.model.device), VIRTUAL, EXACT):
         if measurement_path(place, name, root).exists():
-            stored = Measurement.load(place, name, root).provenance.commit
-            return stored == current_commit() and not stored.endswith("-dirty")
-    return False
+            try:
+                stored = Measurement.load(place, name, root)
+            except MeasurementError:
+                return None
+            whole = stored.cut_at_s is None or stored.cut_at_s >= allowed
+            commit = stored.provenance.commit
+            return stored if whole and commit == current_commit() and not commit.endswith("-dirty") else None
+    return None

@@ -54,7 +54,9 @@ def cost_by_length(setting: Setting) -> Measurement:
     lengths = setting.size((4, 16, 64, 256, 1024), (4, 8, 16, 64, 256, 512, 1024, 2048, 4096, 8192))
     model, name = setting.timed_model, setting.timed_name
     lengths = [length for length in lengths if length <= model.config.max_position_embeddings]
-    found = chapters.cost_by_length(model, name, lengths, setting.size(256, 1024, max(lengths)))
+    found = chapters.cost_by_length(
+        model, name, setting.each("cost_by_length", lengths), setting.size(256, 1024, max(lengths))
+    )
     for row in found.rows:
         row |= setting.shares(StepShape.decode([row["context_tokens"]]), row["cached_ms"] / 1e3)
     return found

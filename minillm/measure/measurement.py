@@ -87,12 +87,19 @@ class Measurement:
     """An experiment's rows and their provenance.
 
     Names of columns end in their unit (`step_ms`, `kv_gb`, `read_gb_per_s`). `mbu` and `mfu`
-    are shares of the measured bandwidth and matmul rate.
+    are shares of the measured bandwidth and matmul rate. cut_at_s: the budget in seconds at
+    which later rows were left out; None where none is missing.
     """
 
     experiment: str
     provenance: Provenance
     rows: list[dict] = field(default_factory=list)
+    cut_at_s: float | None = None
+
+    @property
+    def missing(self) -> str:
+        """In words, to stand behind its figures: "" where no row is missing."""
+        return "" if self.cut_at_s is None else f"cut at its budget of {self.cut_at_s:g} s: rows are missing"
 
     def check(self) -> None:
         """Raise MeasurementError unless commit and device are named and no row exceeds the measured limits."""
@@ -130,7 +137,8 @@ class Measurement:
         absent = {"commit": "", "device": ""}  # what a file leaves out, `check` misses
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
-            measurement = cls(stored["experiment"], Provenance(**absent | stored["provenance"]), stored["rows"])
+            source = Provenance(**absent | stored["provenance"])
+            measurement = cls(stored["experiment"], source, stored["rows"], stored.get("cut_at_s"))
             measurement.check()
         except MeasurementError:
             raise

@@ -73,6 +73,7 @@ def prefix_sharing(setting: Setting) -> Measurement:
 def cost_of_blocks(setting: Setting) -> Measurement:
     """A step over keys and values in one run of memory, and in blocks."""
     contexts = setting.size((64, 256), (64, 512, 2048), (64, 512, 2048, 8000))
+    contexts = setting.each("cost_of_blocks", contexts)
     return chapters.cost_of_blocks(setting.timed_model, setting.timed_name, contexts)
 
 

@@ -8,7 +8,7 @@ which the whole batch decodes, so that prompts are in none of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -96,7 +96,7 @@ class Sweep(Speculator):
         return self.lengths[self.turn % len(self.lengths)]
 
 
-def step_costs(model, batches: Sequence[int], lengths: Sequence[int], repeats: int) -> Iterator[dict]:
+def step_costs(model, batches: Iterable[int], lengths: Sequence[int], repeats: int) -> Iterator[dict]:
     """A step's time against the tokens it verifies. All drafts are id 0, and rejected."""
     for batch in batches:
         prompts = [[1 + row % 97] * 16 for row in range(batch)]
@@ -252,8 +252,9 @@ def speculation(setting: Setting) -> Measurement:
     batches = setting.size((1, 4, 16), (1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16, 32, 64))
     lengths = setting.size((2, 4, 7), (1, 2, 4, 8), (1, 2, 3, 4, 6, 8))
     serve(model, [list(range(16))] * 2, 4, 2)  # warm up
-    rows = list(step_costs(model, batches, sorted({0, 1, *lengths, ADAPTIVE}),
+    rows = list(step_costs(model, setting.each("step costs", batches), sorted({0, 1, *lengths, ADAPTIVE}),
                            setting.size(3, 5)))
+    batches = tuple(dict.fromkeys(row["batch"] for row in rows))  # those that the budget allowed
     rows.append(sampling_check(200_000, setting.seed))
     bench = Bench(model, setting.tokenizer, *setting.size((2, 32, 1), (4, 48, 1), (8, 96, 3)), setting.seed)
     table = cases(lengths, batches, setting.size((0.8,), (0.5, 0.8), (0.5, 0.7, 0.9)), bench.drafter is not None)

@@ -30,7 +30,8 @@ def recorded(experiment: str, columns: Mapping[str, str], root: Path = MEASUREME
 def heading(run: Measurement) -> str:
     """Where and when a measurement was made."""
     p = run.provenance
-    return f"{p.device}, {p.model} in {p.dtype}, torch {p.torch}, {p.date[:10]}, commit {p.commit[:10]}"
+    parts = p.device, f"{p.model} in {p.dtype}", f"torch {p.torch}", p.date[:10], f"commit {p.commit[:10]}", run.missing
+    return ", ".join(part for part in parts if part)
 
 
 def on_gpu(run: Measurement) -> bool:
