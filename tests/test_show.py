@@ -167,6 +167,15 @@ def test_a_title_of_any_length_stays_inside_its_figure(inches):
             assert title_of(figure).split() == ["WIDE", "1,024,288"] * words
 
 
+def test_the_names_of_many_lines_stand_beside_them():
+    for number, outside in ((plots.MANY, False), (plots.MANY + 1, True)):
+        with plots.drawing() as (figure, axes):
+            plots.draw_curves(axes[0, 0], {f"line {i}": ([1, 2, 4], [i, 9 - i, i]) for i in range(number)})
+            figure.draw_without_rendering()
+            names, lines = axes[0, 0].get_legend().get_window_extent(), axes[0, 0].get_window_extent()
+            assert (names.x0 >= lines.x1) == outside and names.x1 <= figure.bbox.width
+
+
 def test_a_figure_is_closed_so_that_running_a_cell_again_stacks_nothing_up():
     import matplotlib.pyplot as plt
 

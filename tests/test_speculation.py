@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from tiny import tiny_model
 
 from minillm import Engine, SamplingParams, load_model, load_tokenizer, metrics
-from minillm.ladder.speculative import NgramProposer, ReplayProposer, Speculator
+from minillm.ladder.speculative import NgramProposer, ReplayProposer, Speculator, verify_greedy
 from minillm.measure.drafter_text import prompts as training_prompts
 from minillm.measure.prompts import CHAT_PROMPTS, COPY_PROMPTS
 from minillm.measure.speculation import (
     Bench,
     Case,
+    Counted,
     cases,
     crossovers,
     expected_tokens,
@@ -64,6 +66,19 @@ def test_a_row_of_the_table_is_that_of_its_run(smollm2_dir):
     assert row["tokens_per_step"] == 3 and row["predicted"] == pytest.approx(3 / 1.5)
     assert row["speedup"] == row["tokens_per_s"] / row["plain_tokens_per_s"]
     assert row["itl_step_p50_ms"] > 2 * row["itl_token_p50_ms"]
+
+
+def test_drafts_are_counted_by_their_place_in_the_round():
+    """Of a round of four, the third wrong: three tried, two right; what stands behind it is not counted."""
+    right = {(5,): [9] * 40}
+    counted = Counted(ReplayProposer(right, lambda i: i % 4 != 2), 4)
+    counted.proposer.prepare(tiny_model().config, 1, 16)
+    request = SimpleNamespace(prompt_ids=[5], num_output=0)
+    row = SimpleNamespace(request=request, due=True, num_drafts=4, drafts=[], start=0, end=1)
+    counted.proposer.propose([row])
+    for _ in range(3):
+        counted.observe([row], [verify_greedy([9] * 5, row.drafts)], seconds=0.1)
+    assert counted.tried == [3, 3, 3, 0] and counted.right == [3, 3, 0, 0]
 
 
 def test_step_costs_time_every_draft_length_on_whole_batches():

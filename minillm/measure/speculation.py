@@ -15,10 +15,11 @@ from statistics import median
 import numpy as np
 import torch
 
+from minillm.ladder.continuous import Row
 from minillm.ladder.drafter import WEIGHTS, DrafterProposer, fits, load_drafter, read_card
 from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import native_format
-from minillm.ladder.records import Records
+from minillm.ladder.records import Records, accepted_drafts
 from minillm.ladder.request import SamplingParams
 from minillm.ladder.sampling import uniform
 from minillm.ladder.speculative import NgramProposer, Proposer, ReplayProposer, Speculator, verify_sampled
@@ -69,16 +70,30 @@ def serve(model, prompts: Sequence[list[int]], tokens: int, batch: int, speculat
     return Run(engine.records, [each.token_ids for each in done], batch)
 
 
+class Counted(Speculator):
+    """A speculator that counts its drafts by their place: those `tried`, all before them right, and those `right`."""
+
+    def __init__(self, proposer: Proposer, draft_length: int = USUAL, adaptive: bool = False) -> None:
+        super().__init__(proposer, draft_length, adaptive)
+        self.tried, self.right = [0] * draft_length, [0] * draft_length
+
+    def observe(self, rows: Sequence[Row], outputs: Sequence[Sequence[int]], seconds: float) -> None:
+        """Count a step's drafts; then learn from it as ever."""
+        for row, output in zip([row for row in rows if row.due], outputs, strict=True):
+            accepted = accepted_drafts(row.drafts, output)
+            for place in range(min(len(row.drafts), accepted + 1)):
+                self.tried[place] += 1
+                self.right[place] += place < accepted
+        super().observe(rows, outputs, seconds)
+
+
 def acceptance_by_position(
-    model, proposer: Proposer, prompts: Sequence[list[int]], k: int = 4, tokens: int = 48
+    model, proposer: Proposer, prompts: Sequence[list[int]], k: int = USUAL, tokens: int = 48
 ) -> list[float | None]:
     """The share of drafts that are right, by their place in the round, where those before it were; None: none tried."""
-    tried, right = [0] * k, [0] * k
-    for step in serve(model, prompts, tokens, 1, Speculator(proposer, k)).records.steps:
-        for place in range(min(step.drafted_tokens, step.accepted_tokens + 1)):
-            tried[place] += 1
-            right[place] += place < step.accepted_tokens
-    return [one / all_ if all_ else None for one, all_ in zip(right, tried, strict=True)]
+    counted = Counted(proposer, k)
+    serve(model, prompts, tokens, 1, counted)
+    return [one / all_ if all_ else None for one, all_ in zip(counted.right, counted.tried, strict=True)]
 
 
 # -- what a step costs ----------------------------------------------------------------------------
@@ -169,7 +184,7 @@ class Bench:
         own = self.prompts[kind]
         return [own[i % len(own)] for i in range(max(batch, self.few))]
 
-    def speculator(self, case: Case, answers: Sequence[list[int]]) -> Speculator:
+    def speculator(self, case: Case, answers: Sequence[list[int]]) -> Counted:
         """A new one for each run. answers: the plain run's, which only a replay may see."""
         if case.drafts == "n-gram":
             proposer: Proposer = NgramProposer()
@@ -180,7 +195,7 @@ class Bench:
             texts = {tuple(prompt): answer for prompt, answer in zip(known, answers, strict=True)}
             proposer = ReplayProposer(texts, self.dial(dial, self.seed))
         adaptive = case.k == "adaptive"
-        return Speculator(proposer, ADAPTIVE if adaptive else case.k, adaptive)
+        return Counted(proposer, ADAPTIVE if adaptive else case.k, adaptive)
 
     @staticmethod
     def dial(acceptance: float, seed: int) -> Callable[[int], bool]:
@@ -190,11 +205,12 @@ class Bench:
     def run(self, case: Case, costs: Sequence[dict]) -> dict:
         """The row of a case; `costs` predict it."""
         prompts, key = self.asked(case.prompts, case.batch), (case.prompts, case.batch)
-        plain, runs = self.plain.setdefault(key, []), []
+        plain, runs, counts = self.plain.setdefault(key, []), [], []
         for turn in range(self.turns + (case.k == "adaptive")):
             if turn >= len(plain):
                 plain.append(serve(self.model, prompts, self.tokens, case.batch))
-            runs.append(serve(self.model, prompts, self.tokens, case.batch, self.speculator(case, plain[0].outputs)))
+            counts.append(self.speculator(case, plain[0].outputs))
+            runs.append(serve(self.model, prompts, self.tokens, case.batch, counts[-1]))
         speeds, before = ([run.tokens_per_s for run in some] for some in (runs, plain))
         one, summary = runs[0], metrics.summary(runs[0].records)
         counted = summary["speculation"]
@@ -202,6 +218,7 @@ class Bench:
             "part": "replay" if case.drafts.startswith("replay") else "real",
             "prompts": case.prompts, "drafts": case.drafts, "k": case.k, "batch": case.batch,
             "acceptance": counted["acceptance_rate"], "tokens_per_round": counted["tokens_per_round"],
+            "tried_by_place": counts[0].tried, "right_by_place": counts[0].right,
             "tokens_per_step": one.tokens_per_step,
             "tokens_per_s": median(speeds), "plain_tokens_per_s": median(before),
             "speedup": median(speeds) / median(before),

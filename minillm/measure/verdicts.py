@@ -45,6 +45,11 @@ def find(rows: Rows, /, **wanted) -> dict:
     raise Missing("no row with " + ", ".join(f"{column} {value}" for column, value in wanted.items()))
 
 
+def digits(value: float) -> str:
+    """Three significant digits; of a larger number all those before the point: 1,750 and not 1.75e+03."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def column(rows: Rows, name: str) -> list:
     """A column's values where there is one; Missing if there are fewer than two."""
     values = [row[name] for row in rows if row.get(name) is not None]
@@ -64,7 +69,7 @@ def a1(rows: Rows) -> Verdict:
     whole, part = rows[0], rows[-1]
     bytes_ratio, time_ratio = whole["weight_mb"] / part["weight_mb"], whole["step_ms"] / part["step_ms"]
     measured = (
-        f"{whole['weight_mb']:,.0f} MB in {whole['step_ms']:.3g} ms: {whole['mbu']:.0%} of the bandwidth, "
+        f"{whole['weight_mb']:,.0f} MB in {digits(whole['step_ms'])} ms: {whole['mbu']:.0%} of the bandwidth, "
         f"{whole['mfu']:.0%} of the arithmetic; {bytes_ratio:.1f} times the bytes take {time_ratio:.1f} times the time"
     )
     bound = whole["mbu"] >= 0.3 and whole["mfu"] <= whole["mbu"] / 3 and time_ratio >= bytes_ratio / 2
@@ -106,7 +111,7 @@ def a4(rows: Rows) -> Verdict:
     base = rows[0]["cached_ms"]
     dear = next((row for row in rows if row["cached_ms"] > 1.5 * base), None)
     measured = (
-        f"prompts of {first:,} to {last:,} tokens take {first_ms:.3g} to {last_ms:.3g} ms, as length to the "
+        f"prompts of {first:,} to {last:,} tokens take {digits(first_ms)} to {digits(last_ms)} ms, as length to the "
         f"{power:.2f}; a token behind {rows[-1]['context_tokens']:,} costs {rows[-1]['cached_ms'] / base:.2f} "
         f"times one behind {rows[0]['context_tokens']:,}"
     )
@@ -327,9 +332,9 @@ def c8(rows: Rows) -> Verdict:
     alone, shared = find(rows, case="no sharing"), find(rows, case="shared prefix")
     changed = find(rows, case="first token changed")
     measured = (
-        f"{shared['found']:,} of {shared['prompt_tokens']:,} prompt tokens found, TTFT {alone['ttft_p50_ms']:.3g} to "
-        f"{shared['ttft_p50_ms']:.3g} ms; first token changed: {changed['found']} found, "
-        f"{changed['ttft_p50_ms']:.3g} ms"
+        f"{shared['found']:,} of {shared['prompt_tokens']:,} prompt tokens found, "
+        f"TTFT {digits(alone['ttft_p50_ms'])} to {digits(shared['ttft_p50_ms'])} ms; "
+        f"first token changed: {changed['found']} found, {digits(changed['ttft_p50_ms'])} ms"
     )
     skipped = shared["found"] >= 0.5 * shared["prompt_tokens"] and shared["ttft_p50_ms"] < alone["ttft_p50_ms"]
     return judged(skipped and changed["found"] == 0, measured)

@@ -33,6 +33,7 @@ from minillm.measure.knee import knee_of
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999933")
 GREY, LIGHT = "#7F7F7F", "#E8E8E8"
 HATCH = "////"
+MANY = 4  # lines, from one more on their names stand outside
 STYLE = {
     "font.size": 11,
     "axes.titlesize": 11,
@@ -380,7 +381,10 @@ def curves(
 
 
 def draw_curves(ax: Axes, series: Mapping, log_x: bool = False, log_y: bool = False) -> None:
-    """The lines alone, on axes of the caller's; ticks stand where there are points."""
+    """The lines alone, on axes of the caller's; ticks stand where there are points.
+
+    The names of many lines stand beside the axes: among so many no corner is sure to be empty.
+    """
     for number, (name, (xs, ys)) in enumerate(series.items(), start=1):
         ax.plot(xs, ys, color=colour(number), marker="osD^vP"[(number - 1) % 6], label=name,
                 linestyle=("-", "--", "-.", ":")[(number - 1) % 4])
@@ -397,7 +401,9 @@ def draw_curves(ax: Axes, series: Mapping, log_x: bool = False, log_y: bool = Fa
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter(thousands)  # a scale brings its own
         ax.yaxis.set_minor_locator(NullLocator())
-    if len(series) > 1:
+    if len(series) > MANY:
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    elif len(series) > 1:
         ax.legend()
 
 
@@ -475,19 +481,20 @@ def bars(
 ) -> Figure:
     """One stacked bar a row. `label` names the bars' column, `parts` maps a column to what it is called."""
     with drawing(size=(max(5.0, 1.6 * len(rows) + 3), 4)) as (figure, axes):
-        ax, bottoms = axes[0, 0], [0.0] * len(rows)
+        ax, bottoms, keys = axes[0, 0], [0.0] * len(rows), []
         for number, (column, name) in enumerate(parts.items()):
             heights = [row[column] for row in rows]
             look = {"color": COLOURS[0]} if number == 0 else {
                 "facecolor": "white", "edgecolor": COLOURS[number], "hatch": (HATCH, "..")[(number - 1) % 2]}
             edges = [0.0 if height == 0 else 1.0 for height in heights]
             names = [str(row[label]) for row in rows]
-            ax.bar(names, heights, bottom=bottoms, label=name, width=0.55, linewidth=edges, **look)
+            ax.bar(names, heights, bottom=bottoms, width=0.55, linewidth=edges, **look)
+            keys.append(Patch(label=name, **look))
             bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
         ax.set(ylabel=y)
         ax.margins(x=0.12, y=0.06)
         headline(figure, title)
-        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        ax.legend(handles=keys, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 

@@ -94,7 +94,8 @@ def over_time(runs: Mapping[str, Records], title: str | None = None, at: float |
     at: a moment to mark. Needs records="all".
     """
     if title is None:
-        parts = [f"{metrics.batch(records)['mean_rows']:.1f} rows on average, up to {records.peaks['waiting']} waiting"
+        parts = [f"{metrics.batch(records)['mean_rows']:.1f} rows on average, "
+                 + (f"up to {most} waiting" if (most := records.peaks["waiting"]) else "nobody waiting")
                  for records in runs.values()]
         title = ";  ".join(f"{name}: {part}" for name, part in zip(runs, parts, strict=True))
         title = title if len(runs) > 1 else parts[0]
@@ -206,7 +207,7 @@ def latency_distributions(runs: Mapping[str, Sequence[RequestRecord]], title: st
             ax.xaxis.set_minor_formatter(NullFormatter())
             ax.grid(color=LIGHT)
             ax.legend(fontsize=9, loc="lower right")
-        axes[0, 0].set_ylabel("share that is no longer")
+        axes[0, 0].set_ylabel("share that is no longer (dots: p50, p99)")
         axes[0, 0].yaxis.set_major_formatter(PercentFormatter(1))
         headline(figure, title)
     return figure

@@ -211,9 +211,21 @@ print(text_table(by_clients.rows, CLIENTS))
 plots.knee_curve(by_clients.rows)
 
 # %% [markdown]
-# Read it from the left. First the line runs level: more tokens per second, and nobody waits longer. At the end it
-# climbs: twice the clients, and each waits nearly twice as long. A service that must be quick stops at the knee; one
-# that must be cheap goes on past it, for as long as the line still moves to the right.
+# Read it from the left. Up to the knee it runs far to the right and climbs little; past it, it climbs more than it
+# runs. In numbers:
+
+# %%
+alone, crowd = by_clients.rows[0], by_clients.rows[-1]
+knee_row = next(row for row in by_clients.rows if row["knee"])
+for before, after in ((alone, knee_row), (knee_row, crowd)):
+    if before is not after:  # a knee may lie at an end
+        print(f"from {before['clients']} to {after['clients']} clients: "
+              f"{after['tokens_per_s'] / before['tokens_per_s']:.1f} times the tokens/s, "
+              f"{after['itl_p50_ms'] / before['itl_p50_ms']:.1f} times the wait for the next token")
+
+# %% [markdown]
+# A service that must be quick stops at the knee; one that must be cheap goes on past it, for as long as the line still
+# moves to the right.
 #
 # On other devices:
 
@@ -347,10 +359,9 @@ print(ledger({"A3": prompts_too.rows, "B1": by_rows.rows, "B2": by_rows.rows, "B
               "B4": batching.idle_slots(setting).rows, "B8": by_rows.rows}))
 
 # %% [markdown]
-# B1 is the articles' "eight times the output for 1.2 times the time". A claim that this page's sizes cannot judge says
-# which row is missing; `minillm measure NAME` runs an experiment at its full size.
-
-# %% [markdown]
+# A claim that this page's sizes cannot judge says which row is missing; `minillm measure NAME` runs an experiment at
+# its full size.
+#
 # ## What a production engine calls this
 #
 # | here | elsewhere |

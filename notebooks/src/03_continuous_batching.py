@@ -7,7 +7,7 @@
 # **You will learn**
 # - the scheduler, which fits on a screen;
 # - how to predict the steps of both policies with a pencil;
-# - what the gain depends on: the spread of the answers' lengths, and nothing else;
+# - what the gain depends on: first of all, how much the answers' lengths vary;
 # - what a long prompt does to the streams beside it, and what chunks do about that.
 #
 # **To run this page**: `make lab` in the repository, or `pip install -e ".[lab]"` and open the notebook.
@@ -204,18 +204,18 @@ spreads, sizes = ((0.0, 1.0), {"requests": 12, "mean_tokens": 6, "max_batch": 4}
     (0.0, 0.5, 1.0, 2.0), {"requests": 128 if GPU else 32, "mean_tokens": 64 if GPU else 16, "max_batch": 8})
 gains = chapters.gain_by_spread(model, DEFAULT, bar(spreads, "variations"), **sizes)
 GAINS = {"cv": "variation asked", "drawn_cv": "drawn", "static_steps": "static steps", "continuous_steps": "continuous",
-         "times_steps": "times", "idle_share": "static: idle share", "static_tokens_per_s": "static tok/s",
-         "continuous_tokens_per_s": "continuous tok/s", "times_tokens_per_s": "times"}
+         "times_steps": "times the steps", "idle_share": "static: idle share", "static_tokens_per_s": "static tok/s",
+         "continuous_tokens_per_s": "continuous tok/s", "times_tokens_per_s": "times the tok/s"}
 print(text_table(gains.rows, GAINS))
 
 # %%
 last = gains.rows[-1]
 plots.curves(
-    {"steps saved": (spreads, [row["times_steps"] for row in gains.rows]),
-     "throughput gained": (spreads, [row["times_tokens_per_s"] for row in gains.rows])},
+    {"fewer steps": (spreads, [row["times_steps"] for row in gains.rows]),
+     "more tokens per second": (spreads, [row["times_tokens_per_s"] for row in gains.rows])},
     f"Equal answers: {gains.rows[0]['times_tokens_per_s']:.2f} times the throughput of static batches; "
     f"variation {last['cv']:g}: {last['times_tokens_per_s']:.2f} times",
-    "coefficient of variation of the answers' lengths", "continuous over static, times",
+    "coefficient of variation of the answers' lengths", "times, against static batches",
 )
 
 # %% [markdown]
@@ -337,9 +337,8 @@ print(ledger({"B5": batching.idle_slots(setting).rows, "B6": chats.rows, "B7": g
 #
 # ## Exercise
 #
-# A service answers half of its requests with 16 tokens and half with 240, in random order, eight slots. Before you
-# count: is the gain nearer to 1, 1.5, 2 or 3? Change `lengths` below to shapes of your own, and find one with a
-# gain above 4.
+# A service answers its requests with 16 and with 240 tokens in turn, from eight slots. Before you count: is the gain
+# nearer to 1, 2 or 3? Change `lengths` below to shapes of your own, and find one with a gain above 4.
 #
 # To go further, in a checked notebook: [exercise 4](../exercises/04_continuous_scheduler.ipynb), where you write the
 # scheduler.

@@ -106,8 +106,8 @@ show_source(Slots.admit, Paged.reserve, BlockPool.take, Paged.settle)
 # %% [markdown]
 # ## Predict
 #
-# A service caps its answers at 256 tokens. Prompts have 32. The answers really have 24 tokens on average; nobody
-# knows which. The memory for keys and values is what four slots take.
+# A service caps its answers at 256 tokens. Prompts have 32. The answers really have 24 tokens on average; how long
+# each will be nobody knows beforehand. The memory for keys and values is what four slots take.
 #
 # - How many requests run at once as slots?
 # - And as pages, if a request holds its prompt and about half of its answer on average? Write it down.
@@ -144,6 +144,8 @@ for kv in ("slots", "paged"):
           f"{row['wasted_share']:.0%} of what was reserved was empty; preempted {row['preemptions']}")
 
 # %% [markdown]
+# The peak is what the sum says. The mean is lower, since the queue is soon empty and the last steps have few rows.
+#
 # Now a picture of both pools after step 12. In the third pool the same 64 tokens of instructions stand before every
 # prompt.
 
@@ -166,7 +168,7 @@ pools = {
     "pages": plots.pool_snapshot(engine_after(12, items)),
     "pages, shared prefix": plots.pool_snapshot(engine_after(12, items, shared=range(64))),
 }
-plots.block_map(pools, "The same bytes, after 12 steps", columns=12)
+plots.block_map(pools, columns=12)
 
 # %%
 # NBVAL_CHECK_OUTPUT

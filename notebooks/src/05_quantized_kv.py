@@ -224,8 +224,7 @@ print(text_table(quality, LIVE))
 # *Greedy agrees* is how much of an answer is the same until the first difference.
 
 # %%
-for table in formats.KV_TABLES:
-    print(recorded("kv_quality", table), end="\n\n")
+print(*dict.fromkeys(recorded("kv_quality", table) for table in formats.KV_TABLES), sep="\n\n")
 
 # %% [markdown]
 # ## The damage is uneven
@@ -243,8 +242,9 @@ plots.with_errors(
 )
 
 # %% [markdown]
-# Copying is attention at its most exact: one place among hundreds must win. The average text rarely needs that, so its
-# perplexity hardly tells. Claim D5 of the ledger says just this: test your own task, not an average.
+# Copying is attention at its most exact: one place among hundreds must win. The average text rarely needs that. So
+# formats whose perplexities are hardly told apart, given their ±, may differ widely in what they copy. Claim D5 of the
+# ledger says just this: test your own task, not an average.
 #
 # ## Where it loses
 #
@@ -267,6 +267,9 @@ print(text_table(concurrency.rows, FIT))
 print(recorded("kv_concurrency", FIT))
 
 # %% [markdown]
+# Where two formats have equally many requests at once, all of them fitted already: room that nobody needs is worth
+# nothing.
+#
 # **The tail.** More requests at once mean longer steps for all of them. Past the knee of chapter 2 that is all they
 # mean.
 #
@@ -286,8 +289,8 @@ for weight_format in ("int8", "int4"):
 
 # %% [markdown]
 # Is the step faster? PyTorch has CPU kernels that read such weights directly. They win while the bytes decide, with
-# few rows; with many rows the arithmetic decides, and fp32 is faster. Predict: how many times as fast is a step of one
-# row with int8 weights, a quarter of the bytes?
+# few rows; with many rows the arithmetic decides, and the gain shrinks or is lost. Predict: how many times as fast is a
+# step of one row with int8 weights, a quarter of the bytes?
 
 # %%
 my_guess = None
@@ -303,8 +306,7 @@ print(text_table(speed.rows, SPEED))
 print(recorded("weight_speed", SPEED))
 
 # %%
-for table in formats.WEIGHT_TABLES:
-    print(recorded("weight_quality", table), end="\n\n")
+print(*dict.fromkeys(recorded("weight_quality", table) for table in formats.WEIGHT_TABLES), sep="\n\n")
 
 # %% [markdown]
 # Read the quality of *weights* with care. The default checkpoint was itself stored in 4 bits once, in groups of 32:

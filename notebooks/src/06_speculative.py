@@ -89,8 +89,8 @@ show_source(verify_greedy, NgramProposer.propose, NgramIndex.continuation)
 # ## Predict
 #
 # A service quotes documents and also chats. Say each draft is right with the same chance $a$ if those before it were.
-# A round of $k$ drafts then gives $1 + a + a^2 + \dots + a^k$ tokens. Verifying four drafts made a step 1.25 times as
-# long on the machine where this was written.
+# A round of $k$ drafts then gives $1 + a + a^2 + \dots + a^k$ tokens. Say that verifying four drafts makes a step 1.25
+# times as long; what it does here is measured below.
 #
 # - How many tokens does a round of four give at $a = 0.8$? At $a = 0.2$?
 # - Which of the two pays, and by how much?
@@ -120,8 +120,8 @@ def watch(proposer, prompt, k=4, tokens=20 if QUICK else 40):
     return draft_rounds(Engine(model, tokenizer, speculator=Speculator(watched, k)), watched, prompt, tokens)
 
 
-for prompt in (copied, chatted):
-    rounds = watch(NgramProposer(), prompt)
+copied_rounds, chatted_rounds = watch(NgramProposer(), copied), watch(NgramProposer(), chatted)
+for rounds in (copied_rounds, chatted_rounds):
     display(HTML(rounds_html(tokenizer, rounds, len(rounds) - 1)))
 
 # %% [markdown]
@@ -129,7 +129,6 @@ for prompt in (copied, chatted):
 # find the passage, and how many forwards does the whole answer take? Without a running kernel you see one round.
 
 # %%
-copied_rounds = watch(NgramProposer(), copied)
 draft_stepper(tokenizer, copied_rounds, start=min(4, len(copied_rounds)))
 
 # %% [markdown]
@@ -172,7 +171,7 @@ print(f"drafts accepted: {accepted.float().mean():.0%}")
 # ## What a step costs
 #
 # The other half of the sum: how much longer is a step that verifies? At batch 1 the weights must be read anyway, and
-# a few more tokens hardly show. In a batch there is no idle arithmetic left to use.
+# a few more tokens hardly show. The larger the batch, the less arithmetic lies idle that they could use.
 
 # %%
 batches, lengths = ((1, 4), (0, 2, 4, 8)) if QUICK else ((1, 4, 16), (0, 1, 2, 4, 6, 8))
@@ -191,7 +190,7 @@ plots.curves(
 )
 
 # %% [markdown]
-# ## A drafter that reads the target's mind
+# ## A drafter that reads the target's states
 #
 # Looking back cannot guess what was never said. A small draft model could, but it must work out everything again. The
 # target's last hidden state already holds what it is about to say, and more. Our drafter is one decoder layer over
@@ -214,42 +213,52 @@ print(f"made by {card['made_by']}, seed {card['seed']}: {card['texts']} texts of
 print(f"it may propose {card['ids']:,} of the {model.config.vocab_size:,} ids")
 
 # %% [markdown]
-# How far does each get? By position: the first draft of a round, the second, and so on, each counted where those
-# before it were right. The prompts are none that the drafter was trained on.
+# How far does each get? Three kinds of drafts, four to a round, in the largest batch of this page: a lookup where the
+# answer quotes its prompt, a lookup in chat, and the drafter in chat. By place: the first draft of a round, the second,
+# and so on, each counted where those before it were right. The prompts are none that the drafter was trained on. (Of
+# those to be copied there are eight; a larger batch asks them again.)
 
 # %%
-few, tokens = (2, 16) if QUICK else (6, 48)
-copies, chats = ([tokenizer.chat(text) for text in texts[:few]] for texts in (COPY_PROMPTS, CHAT_PROMPTS))
-positions = {
-    "n-gram, copying": speculation.acceptance_by_position(model, NgramProposer(), copies, tokens=tokens),
-    "n-gram, chat": speculation.acceptance_by_position(model, NgramProposer(), chats, tokens=tokens),
-    "drafter, chat": speculation.acceptance_by_position(model, DrafterProposer(drafter), chats, tokens=tokens),
-}
-for name, shares in positions.items():
-    print(f"{name:16}", *(f"{share:.0%}" if share is not None else "-" for share in shares))
+bench = speculation.Bench(model, tokenizer, few=1 if QUICK else 3, tokens=16 if QUICK else 40, turns=1, seed=0)
+kinds = (("copy", "n-gram"), ("chat", "n-gram"), ("chat", "drafter"))
+full = {kind: bench.run(speculation.Case(*kind, 4, batches[-1]), costs) for kind in kinds}
+PLACES = {"prompts": "prompts", "drafts": "drafts", "place": "place", "tried": "tried", "right": "right",
+          "share": "share"}
+places = [
+    {"prompts": kind[0], "drafts": kind[1], "place": place, "tried": tried, "right": right,
+     "share": right / tried if tried else None}
+    for kind, row in full.items()
+    for place, (tried, right) in enumerate(zip(row["tried_by_place"], row["right_by_place"], strict=True), start=1)
+]
+print(text_table(places, PLACES))
 
 # %%
-known = {name: [(i, share) for i, share in enumerate(shares, start=1) if share is not None]
-         for name, shares in positions.items()}
-first = {name: shares[0] or 0.0 for name, shares in positions.items()}
+ENOUGH = 10  # tries: a share of fewer is left out of the picture
+shares = {}
+for kind in kinds:
+    own = [row for row in places if (row["prompts"], row["drafts"]) == kind and row["tried"] >= ENOUGH]
+    shares[f"{kind[1]} on {kind[0]}"] = [row["place"] for row in own], [row["share"] for row in own]
+first = [f"{row['drafts']} on {row['prompts']} {row['share']:.0%}" for row in places if row["place"] == 1]
 plots.curves(
-    {name: tuple(zip(*points, strict=True)) for name, points in known.items() if points},
-    f"A first draft is right in {first['n-gram, copying']:.0%} of rounds when copying; in chat, by lookup in "
-    f"{first['n-gram, chat']:.0%}, by the drafter in {first['drafter, chat']:.0%}",
-    "place of the draft in its round", "share accepted",
+    {name: points for name, points in shares.items() if points[0]},
+    f"A first draft is right, of those tried: {', '.join(first)}",
+    f"place of the draft in its round (where at least {ENOUGH} were tried)", "share accepted",
 )
 
 # %% [markdown]
+# Later places can do better than the first: whoever got there was on a trail. But fewer and fewer get there.
+#
 # ## Measure: one request, then a batch
 #
 # Speed-up over plain decoding of the same prompts in the same batch, on steps in which the whole batch decodes. Beside
 # it stands the prediction: measured tokens a step over the measured cost of such a step. What proposing costs is not
-# in the prediction, so a drafter stays below it.
+# in the prediction: a drafter, which computes for each draft, should stay below it.
 
 # %%
-bench = speculation.Bench(model, tokenizer, few=1 if QUICK else 4, tokens=16 if QUICK else 48, turns=1, seed=0)
-kinds = (("copy", "n-gram"), ("chat", "n-gram"), ("chat", "drafter"))
-table = [bench.run(speculation.Case(*kind, 4, batch), costs) for kind in kinds for batch in batches]
+table = [
+    full[kind] if batch == batches[-1] else bench.run(speculation.Case(*kind, 4, batch), costs)
+    for kind in kinds for batch in batches
+]
 table += [bench.run(speculation.Case("chat", "drafter", 1, batch), costs) for batch in batches]  # one surer draft
 table += [bench.run(speculation.Case("chat", "drafter", "adaptive", batch), costs) for batch in batches[-1:]]
 SPEEDS = {"prompts": "prompts", "drafts": "drafts", "k": "k", "batch": "batch", "acceptance": "accepted",
@@ -258,35 +267,34 @@ SPEEDS = {"prompts": "prompts", "drafts": "drafts", "k": "k", "batch": "batch", 
 print(text_table(table, SPEEDS))
 
 # %%
-fixed = [row for row in table if row["k"] == 4]
 lines = {}
-for kind in kinds:
-    own = [row for row in fixed if (row["prompts"], row["drafts"]) == kind]
-    lines[", ".join(kind)] = [row["batch"] for row in own], [row["speedup"] for row in own]
-surer = [row for row in table if row["k"] == 1]
-lines["chat, drafter, one draft"] = [row["batch"] for row in surer], [row["speedup"] for row in surer]
+for prompts, drafts, k in dict.fromkeys((row["prompts"], row["drafts"], row["k"]) for row in table):
+    own = [row for row in table if (row["prompts"], row["drafts"], row["k"]) == (prompts, drafts, k)]
+    if k != "adaptive":
+        lines[f"{drafts} on {prompts}, k = {k}"] = [row["batch"] for row in own], [row["speedup"] for row in own]
 lines["plain decoding"] = (list(batches), [1.0] * len(batches))
 found = list(speculation.crossovers(table))
 said = [f"{row['drafts']} on {row['prompts']} "
         + (f"costs from batch {row['costs_from_batch']}" if row["costs_from_batch"] else f"gains up to {batches[-1]}")
         for row in found]
-plots.curves(lines, "; ".join(said), "requests in the batch", "times the tokens/s of plain decoding", log_x=True)
+plots.curves(lines, f"Four drafts: {'; '.join(said)}", "requests in the batch",
+             "times the tokens/s of plain decoding", log_x=True)
 
 # %%
 # NBVAL_CHECK_OUTPUT
 print("every run gave plain decoding's tokens:", all(row["same_tokens"] for row in table))
 
 # %% [markdown]
-# Acceptance can also be dialled: drafts replayed from the answer, with mistakes made on purpose. No drafter is behind
-# this curve. It shows what one of a given quality would buy here, and from which batch on even a good one would not.
+# What would a better drafter buy? That takes no run: the tokens of a round follow from its acceptance $a$ by the sum of
+# the prediction, the costs of a step were measured above. No drafter is behind these curves.
 
 # %%
 dials = (0.5, 0.7, 0.9)
-replayed = {f"replay, a = {dial:g}": (list(batches), [
+promised = {f"a = {dial:g}": (list(batches), [
     speculation.predict(costs, batch, 4, speculation.expected_tokens(dial, 4)) for batch in batches]) for dial in dials}
 plots.curves(
-    replayed | {"plain decoding": (list(batches), [1.0] * len(batches))},
-    "Computed from the step costs above: what four drafts of a dialled acceptance would buy",
+    promised | {"plain decoding": (list(batches), [1.0] * len(batches))},
+    "Computed from the step costs above: what four drafts would buy if each were right with chance a",
     "requests in the batch", "times the tokens/s of plain decoding", log_x=True,
 )
 
@@ -309,13 +317,15 @@ show_source(Speculator.draft_length, StepCost.seconds)
 # %% [markdown]
 # **Text that nobody can guess.** The lookup drafts in vain where nothing repeats.
 #
-# **Latency between tokens.** Tokens come in bunches. Per token the text is faster; per step it stands still longer:
+# **Latency between tokens.** Tokens come in bunches, and each step takes longer than a plain one. So between two
+# bunches the text stands still for longer, even where it is faster by the token. One request alone:
 
 # %%
 for row in table:
     if row["batch"] == 1 and row["k"] == 4:
-        print(f"{row['drafts']}, {row['prompts']}: {row['itl_token_p50_ms']:.0f} ms a token, "
-              f"{row['itl_step_p50_ms']:.0f} ms between steps (medians)")
+        print(f"{row['drafts']} on {row['prompts']}: {1e3 / row['tokens_per_s']:.0f} ms a token, "
+              f"{row['itl_step_p50_ms']:.0f} ms from step to step; "
+              f"plain decoding {1e3 / row['plain_tokens_per_s']:.0f} ms")
 
 # %% [markdown]
 # **Memory.** A draft model keeps keys and values of its own under the same blocks, so fewer requests fit.

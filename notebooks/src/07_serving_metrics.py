@@ -179,8 +179,8 @@ for where in ("system", "queue", "service"):
 service_plots.presence(list(runs.values())[1])
 
 # %% [markdown]
-# Use it as a pencil. A server at 5 requests a second whose requests take 8 s holds 40 at a time. If its batch is
-# limited to 32, the other 8 are in the queue, or W grows.
+# Use it as a pencil. A server at 5 requests a second, each of which stays 8 s, has 40 of them at a time. If 32 are in
+# its batch, the other 8 are in the queue.
 #
 # Predict: the closed loop had four clients. How many requests were present on average?
 
@@ -245,7 +245,8 @@ print(text_table(gauge.rows, GAUGE))
 # %%
 one, many = gauge.rows
 service_plots.side_by_side(
-    [{**row, "label": f"{row['rows']} rows", "mfu_percent": 100 * row["mfu"]} for row in gauge.rows], "label",
+    [{**row, "label": "1 row" if row is one else f"{row['rows']} rows", "mfu_percent": 100 * row["mfu"]}
+     for row in gauge.rows], "label",
     {"busy_percent": "gauge: busy, %", "mfu_percent": "of the matmul rate, %", "tokens_per_s": "tokens/s"},
     f"The gauge reads {one['busy_percent'] or 0:.0f} % and {many['busy_percent'] or 0:.0f} %; the second made "
     f"{many['tokens_per_s'] / one['tokens_per_s']:.1f} times the tokens",

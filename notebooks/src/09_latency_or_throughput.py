@@ -116,7 +116,7 @@ print("small batches only move the waiting into the queue; latency is shorter wi
       many["latency_p50_s"] < few["latency_p50_s"])
 
 # %% [markdown]
-# The last line surprises many. Under *this* load a small batch is worse for everybody, since people wait in the queue
+# Mind the last line. Under *this* load a small batch is worse for everybody, since people wait in the queue
 # instead. A small batch pays only where the load is small as well: then it bounds the gap between tokens.
 #
 # ## Pools
@@ -258,7 +258,8 @@ print("the p50 to the first token is less than a third:", cached["ttft_p50_s"] <
 print("other people's tokens come evenly too, p99 less than half:", cached["itl_p99_ms"] < again["itl_p99_ms"] / 2)
 
 # %% [markdown]
-# The prompt's work has left the queue. That helps those who do not share the prefix just as much.
+# The prompt's work has left the queue. It left it for everybody: a request with a prompt of its own would have stood
+# in the same line.
 #
 # ## Prompts here, answers there
 #
@@ -280,9 +281,10 @@ print(text_table(split.rows, SPLIT))
 # %%
 both, by_phase = split.rows
 service_plots.side_by_side(
-    split.rows, "layout", {"ttft_p50_s": "TTFT p50, s", "itl_p50_ms": "ITL p50, ms", "itl_p99_ms": "ITL p99, ms"},
-    f"Apart, the p99 between two tokens falls from {both['itl_p99_ms']:.0f} to {by_phase['itl_p99_ms']:.0f} ms; "
-    f"the first token takes {by_phase['ttft_p50_s'] / both['ttft_p50_s']:.1f} times as long",
+    split.rows, "layout", {"ttft_p50_s": "TTFT p50, s", "ttft_p99_s": "TTFT p99, s", "itl_p50_ms": "ITL p50, ms",
+                           "itl_p99_ms": "ITL p99, ms"},
+    f"Apart, the p99 between two tokens goes from {both['itl_p99_ms']:.0f} to {by_phase['itl_p99_ms']:.0f} ms, "
+    f"that to the first token from {both['ttft_p99_s']:.2f} to {by_phase['ttft_p99_s']:.2f} s",
 )
 
 # %%
@@ -292,8 +294,9 @@ print("and about as many tokens are made, within a tenth:",
       abs(by_phase["tokens_per_s"] / both["tokens_per_s"] - 1) < 0.1)
 
 # %% [markdown]
-# No prompt can disturb an answer any more. The price: one GPU for prompts in place of two, the transfer, and again a
-# cut that must fit the traffic. Code completion (long prompts, short answers) would leave the decoding GPU idle.
+# No prompt can disturb an answer any more. The price: one GPU for prompts in place of two, which shows in the p99 to
+# the first token; the transfer; and again a cut that must fit the traffic. Code completion (long prompts, short
+# answers) would leave the decoding GPU idle most of the time.
 #
 # ## Claims of the ledger that this page settles
 #
@@ -317,8 +320,8 @@ print(ledger({"C9": caps, "F1": load, "F2": traffic.pools(setting).rows, "F3": c
 #
 # ## Exercise
 #
-# The pools of noon had two GPUs for people. Find a number for which people's p99 to the first token is below that of
-# the mixed pool (one line to change), and look at what the jobs pay.
+# The pools of noon had two GPUs for people. Here is a shorter noon, of 100 people. Find a number for which people's p99
+# to the first token is below that of the mixed pool (one line to change), and look at what the jobs pay.
 # [Exercise 12](../exercises/12_beat_the_scheduler.ipynb) asks for more: a scheduler of your own that beats this one's
 # p99.
 

@@ -104,7 +104,7 @@ slow_start = reveal("slow start")
 
 # %% [markdown]
 # Nearly all of the work is the same prompt, computed again for everybody. A second GPU helps as well, since the load is
-# halved; look at what it costs. A larger batch, the favourite of many, does nothing: the rows were never the limit.
+# halved; look at what it costs. A larger batch does nothing: the rows were never the limit.
 #
 # ## Case 2: stutter
 
@@ -238,8 +238,8 @@ for name, rows in tables.items():
 # %% [markdown]
 # ## Where it loses: a cure makes another figure worse
 #
-# A cure is measured on its own symptom. Here is the cure of case 2 on the figures of everybody: what chunks of 256
-# tokens do to the time to first token of a long prompt. Guess: by how many per cent does its p50 change?
+# A cure is measured on its own symptom. Here is the cure of case 2 on all figures: what do chunks of 256 tokens do to
+# the time to first token? Guess: by how many per cent does its p50 change?
 
 # %%
 my_guess = None
@@ -252,7 +252,7 @@ print(text_table(chunked.rows, {**FIGURES, "ttft_p99_s": "TTFT p99, s"}))
 # %%
 service_plots.side_by_side(
     chunked.rows, "set-up", {"itl_p99_ms": "ITL p99, ms", "ttft_p50_s": "TTFT p50, s", "ttft_p99_s": "TTFT p99, s"},
-    f"Chunks: the p99 gap falls {chunked.times_better:.0f} times, TTFT p50 changes by "
+    f"Chunks: the p99 gap is {chunked.times_better:.1f} times shorter, TTFT p50 changes by "
     f"{after['ttft_p50_s'] / before['ttft_p50_s'] - 1:+.0%}",
 )
 
