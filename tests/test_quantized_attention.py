@@ -24,7 +24,8 @@ from minillm.ladder import attention
 from minillm.ladder.attention import RowSpan, StepAttention
 from minillm.ladder.quantized import KVStorage, kv_bytes_per_token
 from minillm.ladder.request import SamplingParams
-from minillm.ladder.speculative import ReplayProposer, Speculator
+from minillm.ladder.speculative import Speculator
+from minillm.measure.speculation import ReplayProposer
 from minillm.model.codes import fp8_encode, int4_decode, int4_encode
 
 SCALED = ("int8", "fp8", "int4")

@@ -9,13 +9,14 @@ import pytest
 from tiny import tiny_model
 
 from minillm import Engine, SamplingParams, load_model, load_tokenizer, metrics
-from minillm.ladder.speculative import NgramProposer, ReplayProposer, Speculator, verify_greedy
+from minillm.ladder.speculative import NgramProposer, Speculator, verify_greedy
 from minillm.measure.drafter_text import prompts as training_prompts
 from minillm.measure.prompts import CHAT_PROMPTS, COPY_PROMPTS
 from minillm.measure.speculation import (
     Bench,
     Case,
     Counted,
+    ReplayProposer,
     cases,
     crossovers,
     expected_tokens,

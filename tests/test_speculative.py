@@ -24,12 +24,12 @@ from minillm.ladder.speculative import (
     DraftModelProposer,
     NgramIndex,
     NgramProposer,
-    ReplayProposer,
     Speculator,
     StepCost,
     verify_greedy,
     verify_sampled,
 )
+from minillm.measure.speculation import ReplayProposer
 from minillm.model.llama import Llama
 
 TARGET, OTHER = tiny_model("t-wide"), tiny_model("t8-2", seed=3)

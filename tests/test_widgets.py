@@ -13,9 +13,10 @@ import pytest
 from tiny import tiny_model
 
 from minillm import Engine, SamplingParams
-from minillm.ladder.speculative import NgramProposer, ReplayProposer, Speculator
+from minillm.ladder.speculative import NgramProposer, Speculator
 from minillm.measure import chapters, metrics
 from minillm.measure.capacity import capacity
+from minillm.measure.speculation import ReplayProposer
 from minillm.measure.workload import lognormal
 from minillm.model.config import ModelConfig
 from minillm.show import explore, plots, widgets

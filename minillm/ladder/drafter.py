@@ -121,8 +121,7 @@ class DrafterProposer(DraftModelProposer):
         """Keys and values made from a guessed state count for this round only."""
         logits = super()._feed_drafts(rows, number, drafts)
         for row in rows:
-            place = row.start + len(row.tokens) + number - 1
-            self.filled[self._slots(row.request, place, place + 1)] = False
+            self.filled[self._slots(row.request, row.end + number - 1, row.end + number)] = False
         return logits
 
     def _logits(self, rows: Sequence[Row], ids: Tensor, cache: StepAttention) -> Tensor:

@@ -361,8 +361,7 @@ class Engine:
             if ahead and not any(request.params.stop for request, _ in news):
                 self._launch()
         finally:
-            events = self._report(step, news, now, taken)  # first: `_kept` must not be read before it
-            self._kept += events
+            self._kept += self._report(step, news, now, taken)
 
     @contextmanager
     def _undone_if_it_raises(self, plan: StepPlan) -> Iterator[None]:

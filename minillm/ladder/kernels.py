@@ -335,16 +335,14 @@ class StepKernels:
 
 def step_kernels(step: StepAttention) -> StepKernels:
     """The launches of an eager step: tiles of 16 for rows with few new tokens, larger ones for prompts."""
-    fields = []
-    is_short = step.count <= SHORT_ROW
-    for rows, block_m in ((is_short, SHORT_TILE), (~is_short, LONG_TILE)):
+    is_short, blocks, fields = step.count <= SHORT_ROW, [], []
+    for rows, least in ((is_short, SHORT_TILE), (~is_short, LONG_TILE)):
         b = rows.nonzero()[:, 0]
-        _, tokens = tile_tokens(block_m, step.query_group)
+        block_m, tokens = tile_tokens(least, step.query_group)
+        blocks.append(block_m)
         fields.append(make_tiles(b, step.first[b], step.start[b], step.count[b], tokens))
     new_slots, tables, *fields = to_device([step.new_slots, step.tables, *fields], step.storage.device)
-    blocks = [tile_tokens(block_m, step.query_group)[0] for block_m in (SHORT_TILE, LONG_TILE)]
-    tiles = [Tiles(some, block_m) for some, block_m in zip(fields, blocks, strict=True)]
-    return StepKernels(step.storage, new_slots, tables, tiles, step.block_size)
+    return StepKernels(step.storage, new_slots, tables, list(map(Tiles, fields, blocks)), step.block_size)
 
 
 def raw_tensors(store, layer: int) -> tuple[Tensor, Tensor, Tensor]:

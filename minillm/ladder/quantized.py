@@ -30,14 +30,14 @@ from torch import Tensor
 
 from minillm.model.codes import even_group, fp8_decode, fp8_encode, int4_decode, int4_encode, int8_decode, int8_encode
 from minillm.model.config import ModelConfig
+from minillm.model.weights import DTYPES
 
-NATIVE_FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INT4_GROUP = 32
 
 
 def native_format(dtype: torch.dtype) -> str:
     """The format that stores a model's keys and values as they are."""
-    return next(name for name, native in NATIVE_FORMATS.items() if native == dtype)
+    return next(name for name, native in DTYPES.items() if native == dtype)
 
 
 def kv_bytes_per_token(config: ModelConfig, kv_format: str) -> int:
@@ -94,12 +94,12 @@ class NativeStore:
     """Numbers as the model computed them, [L, slots, Hkv, D]."""
 
     def __init__(self, shape: tuple[int, int, int], head_dim: int, kv_format: str, device) -> None:
-        self.numbers = torch.empty((*shape, head_dim), dtype=NATIVE_FORMATS[kv_format], device=device)
+        self.numbers = torch.empty((*shape, head_dim), dtype=DTYPES[kv_format], device=device)
         self.nbytes = self.numbers.nbytes
 
     @staticmethod
     def bytes_per_head(head_dim: int, kv_format: str) -> int:
-        return head_dim * NATIVE_FORMATS[kv_format].itemsize
+        return head_dim * DTYPES[kv_format].itemsize
 
     def write(self, layer: int, slots: Tensor, x: Tensor) -> None:
         """x [N, Hkv, D]."""
@@ -161,7 +161,7 @@ class Int4Store:
 
 
 STORES: dict[str, type] = {
-    **dict.fromkeys(NATIVE_FORMATS, NativeStore),
+    **dict.fromkeys(DTYPES, NativeStore),
     "int8": ScaledStore,
     "fp8": ScaledStore,
     "int4": Int4Store,

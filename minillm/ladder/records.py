@@ -263,7 +263,7 @@ def repeated(counts: dict, start: float, blocks: int) -> dict:
     """The counts of a step of decodes that follows one like it, for which so many blocks were taken."""
     rows, free = counts["rows"], min(blocks, counts["blocks_free"])
     return counts | {
-        "start": start, "prompt_tokens": 0, "recomputed_tokens": 0, "decode_tokens": rows, "admitted": 0,
+        "start": start, "prompt_tokens": 0, "decode_tokens": rows, "admitted": 0,
         "blocks_live": counts["blocks_live"] + blocks, "blocks_free": counts["blocks_free"] - free,
         "blocks_cached": counts["blocks_cached"] - (blocks - free), "kv_tokens": counts["kv_tokens"] + rows,
     }

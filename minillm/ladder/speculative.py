@@ -18,7 +18,7 @@ and kept over drafts verified. Tokens per round: those and the target's own one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median_low
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -221,8 +221,7 @@ class DraftModelProposer:
         """
         for row in rows:
             if not row.idle:  # what lies in the slots that this step writes is of another token, or of none
-                end = row.start + len(row.tokens) + row.num_drafts
-                self.filled[self._slots(row.request, row.start, end)] = False
+                self.filled[self._slots(row.request, row.start, row.end + row.num_drafts)] = False
         q: dict[int, list[Tensor]] = {id(row): [] for row in rows}
         drafting = [row for row in rows if self._reads(row)]
         logits = self._catch_up(drafting) if drafting else None  # [rows, V]
@@ -239,7 +238,7 @@ class DraftModelProposer:
 
     def _reads(self, row: Row) -> bool:
         """Whether the draft model reads this row in this step. Prompts too: their blocks may be shared soon."""
-        return bool(row.num_drafts or len(row.tokens) > 1)
+        return row.num_drafts > 0 or row.end - row.start > 1
 
     def _slots(self, request: Request, start: int, end: int) -> np.ndarray:
         """The slots of a request's tokens from start to end."""
@@ -253,14 +252,13 @@ class DraftModelProposer:
         for row in rows:
             filled = self.filled[self._slots(row.request, 0, row.start)]
             starts.append(row.start if filled.all() else int(filled.argmin()))
-            tokens.append(row.request.tokens[starts[-1] : row.start + len(row.tokens)])
+            tokens.append(row.request.tokens[starts[-1] : row.end])
         ids = torch.tensor([token for own in tokens for token in own])
         return self._feed(rows, starts, list(map(len, tokens)), send(ids, self.model.device))
 
     def _feed_drafts(self, rows: Sequence[Row], number: int, drafts: Tensor) -> Tensor:
         """Feed each row's newest draft, of `number` that it has [rows] -> logits after it [rows, V]."""
-        starts = [row.start + len(row.tokens) + number - 1 for row in rows]
-        return self._feed(rows, starts, [1] * len(rows), drafts)
+        return self._feed(rows, [row.end + number - 1 for row in rows], [1] * len(rows), drafts)
 
     def _feed(self, rows: Sequence[Row], starts: Sequence[int], counts: Sequence[int], ids: Tensor) -> Tensor:
         """Feed each row so many tokens from its start on, ids [N] of all -> logits after its last [rows, V]."""
@@ -300,33 +298,6 @@ class DraftModelProposer:
             for i, own in zip(drawing, p, strict=True):
                 q[id(rows[i])].append(own)
         return ids
-
-
-class ReplayProposer:
-    """For experiments: drafts that are right or wrong to order, replayed from answers known beforehand.
-
-    It stands for a drafter of any given quality on models whose text means nothing. Whatever
-    is drawn from it says so: it is no measure of a real drafter.
-    """
-
-    bytes_per_token = 0
-
-    def __init__(self, answers: Mapping[tuple[int, ...], Sequence[int]], is_right: Callable[[int], bool]) -> None:
-        """answers: prompt -> the target's own greedy output. is_right(i): whether to draft output token i rightly."""
-        self.answers, self.is_right = answers, is_right
-
-    def prepare(self, config: ModelConfig, num_blocks: int, block_size: int) -> None:
-        """Take the vocabulary's size, for wrong tokens."""
-        self.vocab_size = config.vocab_size
-
-    def propose(self, rows: Sequence[Row]) -> list[Tensor | None]:
-        """Fill `row.drafts` from the known answers."""
-        for row in rows:
-            if row.num_drafts:
-                answer, at = self.answers[tuple(row.request.prompt_ids)], row.request.num_output
-                coming = enumerate(answer[at : at + row.num_drafts], start=at)
-                row.drafts[:] = [token if self.is_right(i) else (token + 1) % self.vocab_size for i, token in coming]
-        return [None] * len(rows)
 
 
 # -- how many drafts ------------------------------------------------------------------------------

@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass, replace
 
-from minillm.ladder.quantized import NATIVE_FORMATS, kv_bytes_per_token
+from minillm.ladder.quantized import kv_bytes_per_token
 from minillm.measure.roofline import weight_numbers
 from minillm.model.config import PRESETS, ModelConfig, check_at_least
+from minillm.model.weights import DTYPES
 
 GB = 10**9
 WEIGHT_BYTES = 2  # per weight, at 16 bits
@@ -121,6 +122,6 @@ def server_flags(found: Capacity) -> dict[str, str]:
         lines[engine] = f"{context} {found.context_tokens} {memory} {share} {rows} {max(1, found.max_concurrent)}"
         if found.kv_format == "fp8":
             lines[engine] += f" {fp8}"
-        elif found.kv_format not in NATIVE_FORMATS:
+        elif found.kv_format not in DTYPES:
             lines[engine] += f" (for {found.kv_format} there is no flag; 8 bits are {fp8})"
     return lines

@@ -8,12 +8,13 @@ which the whole batch decodes, so that prompts are in none of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from minillm.ladder.continuous import Row
 from minillm.ladder.drafter import WEIGHTS, DrafterProposer, fits, load_drafter, read_card
@@ -22,12 +23,13 @@ from minillm.ladder.quantized import native_format
 from minillm.ladder.records import Records, accepted_drafts
 from minillm.ladder.request import SamplingParams
 from minillm.ladder.sampling import uniform
-from minillm.ladder.speculative import NgramProposer, Proposer, ReplayProposer, Speculator, verify_sampled
+from minillm.ladder.speculative import NgramProposer, Proposer, Speculator, verify_sampled
 from minillm.measure import metrics
 from minillm.measure.measurement import Measurement, Spread, provenance
 from minillm.measure.prompts import CHAT_PROMPTS, COPY_PROMPTS
 from minillm.measure.rungs import compare
 from minillm.measure.setting import Setting
+from minillm.model.config import ModelConfig
 
 ADAPTIVE = 8  # the most drafts that the adaptive length may choose
 USUAL = 4  # the draft length at which batches are compared
@@ -144,6 +146,33 @@ def expected_tokens(acceptance: float, k: int) -> float:
 
 
 # -- what drafts buy ------------------------------------------------------------------------------
+
+
+class ReplayProposer:
+    """For experiments: drafts that are right or wrong to order, replayed from answers known beforehand.
+
+    It stands for a drafter of any given quality on models whose text means nothing. Whatever
+    is drawn from it says so: it is no measure of a real drafter.
+    """
+
+    bytes_per_token = 0
+
+    def __init__(self, answers: Mapping[tuple[int, ...], Sequence[int]], is_right: Callable[[int], bool]) -> None:
+        """answers: prompt -> the target's own greedy output. is_right(i): whether to draft output token i rightly."""
+        self.answers, self.is_right = answers, is_right
+
+    def prepare(self, config: ModelConfig, num_blocks: int, block_size: int) -> None:
+        """Take the vocabulary's size, for wrong tokens."""
+        self.vocab_size = config.vocab_size
+
+    def propose(self, rows: Sequence[Row]) -> list[Tensor | None]:
+        """Fill `row.drafts` from the known answers."""
+        for row in rows:
+            if row.num_drafts:
+                answer, at = self.answers[tuple(row.request.prompt_ids)], row.request.num_output
+                coming = enumerate(answer[at : at + row.num_drafts], start=at)
+                row.drafts[:] = [token if self.is_right(i) else (token + 1) % self.vocab_size for i, token in coming]
+        return [None] * len(rows)
 
 
 @dataclass(frozen=True)
