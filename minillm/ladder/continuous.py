@@ -181,7 +181,7 @@ class Scheduler:
     def repeat(self, plan: StepPlan, times: int) -> list[int]:
         """Let a plan stand for so many further steps like it. Returns the blocks taken before each of them."""
         size, taken = self.memory.pool.block_size, [0] * times
-        for row in plan.rows:
+        for row in plan.rows if times else ():
             unfilled = len(row.request.block_table) * size - row.end
             for step in range(unfilled, times, size):
                 taken[step] += 1

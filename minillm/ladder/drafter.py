@@ -51,12 +51,11 @@ class Drafter:
         hidden = self.config.hidden_size
         if not self.config.tie_word_embeddings:
             raise ValueError("the drafter shares the target's embedding as its head; this target's head is another")
-        layer = {name: tensor for name, tensor in tensors.items() if name not in ("ids", "fuse.weight")}
-        take = WeightReader(layer, self.device, self.dtype, packed)
+        weights = {name: tensor for name, tensor in tensors.items() if name != "ids"}
+        take = WeightReader(weights, self.device, self.dtype, packed)
         self.layer = DecoderLayer(self.config, take, 0)
+        self.fuse = take.linear({"fuse": hidden}, 2 * hidden, with_bias=False)
         take.finish()
-        fuse = WeightReader({"fuse.weight": tensors["fuse.weight"]}, self.device, self.dtype, packed)
-        self.fuse = fuse.linear({"fuse": hidden}, 2 * hidden, with_bias=False)
         self.ids = tensors["ids"].long().to(self.device)  # [V']
         if int(self.ids.max()) >= self.config.vocab_size:
             raise ValueError(f"the drafter proposes id {int(self.ids.max())}; the target has {self.config.vocab_size}")

@@ -171,8 +171,8 @@ class Engine:
     """Serves requests on one model. See the README for the settings; all have a default that works.
 
     model: from `load_model`, or None with an `executor` of one's own. kv_memory: bytes for
-    keys and values (at most what the largest batch can use; 1 GiB on a CPU; on CUDA 90 % of
-    what is free after the weights, less what steps and graphs need: see budget.py).
+    keys and values; by default what the largest batch can use, but at most 1 GiB, or on CUDA
+    90 % of what is free after the weights, less what steps and graphs need: see budget.py.
     max_batch: rows in a step, at most `max_step_tokens`. max_step_tokens: the budget of
     tokens a step feeds. max_context: prompt and output of one request. key_transform: how
     keys are made even before they are stored; "auto" rotates them for fp8 and int4.

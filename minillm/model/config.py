@@ -98,11 +98,7 @@ class ModelConfig:
         theta, scaling = _read_rope(hf)
         return cls(
             model_type=model_type,
-            vocab_size=hf["vocab_size"],
-            hidden_size=hf["hidden_size"],
-            intermediate_size=hf["intermediate_size"],
-            num_hidden_layers=hf["num_hidden_layers"],
-            num_attention_heads=heads,
+            **{key: hf[key] for key in NEEDED},
             num_key_value_heads=hf.get("num_key_value_heads") or heads,
             head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
             rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
@@ -163,6 +159,7 @@ def _context_limit(hf: Mapping[str, Any]) -> int:
     return min(limit, window) if window and active else limit
 
 
+_SMOLLM2 = {"max_position_embeddings": 8192, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": (2,)}
 _LLAMA3_SCALING = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -171,18 +168,9 @@ _LLAMA3_SCALING = {
 }
 
 PRESETS: dict[str, ModelConfig] = {
-    "smollm2-135m": ModelConfig(
-        49_152, 576, 1536, 30, 9, 3, 64, rope_theta=100_000.0, max_position_embeddings=8192,
-        tie_word_embeddings=True, bos_token_id=1, eos_token_id=(2,),
-    ),
-    "smollm2-360m": ModelConfig(
-        49_152, 960, 2560, 32, 15, 5, 64, rope_theta=100_000.0, max_position_embeddings=8192,
-        tie_word_embeddings=True, bos_token_id=1, eos_token_id=(2,),
-    ),
-    "smollm2-1.7b": ModelConfig(
-        49_152, 2048, 8192, 24, 32, 32, 64, rope_theta=130_000.0, max_position_embeddings=8192,
-        tie_word_embeddings=True, bos_token_id=1, eos_token_id=(2,),
-    ),
+    "smollm2-135m": ModelConfig(49_152, 576, 1536, 30, 9, 3, 64, rope_theta=100_000.0, **_SMOLLM2),
+    "smollm2-360m": ModelConfig(49_152, 960, 2560, 32, 15, 5, 64, rope_theta=100_000.0, **_SMOLLM2),
+    "smollm2-1.7b": ModelConfig(49_152, 2048, 8192, 24, 32, 32, 64, rope_theta=130_000.0, **_SMOLLM2),
     "qwen2.5-0.5b": ModelConfig(
         151_936, 896, 4864, 24, 14, 2, 64, model_type="qwen2", rms_norm_eps=1e-6, rope_theta=1_000_000.0,
         max_position_embeddings=32_768, tie_word_embeddings=True, attention_bias=True, eos_token_id=(151_645,),
