@@ -11,7 +11,7 @@ from minillm.cli import main
 from minillm.measure.claims import LEDGER, as_markdown, as_rows, find_all
 from minillm.measure.experiments import EXPERIMENTS
 from minillm.measure.measurement import EXACT, VIRTUAL, Measurement, Provenance
-from minillm.measure.verdicts import CONDITION, HOLDS, NOT_HERE, NOT_MEASURED, WATCHED
+from minillm.measure.verdicts import CONDITION, HOLDS, NOT_HERE, NOT_MEASURED, WATCHED, d5
 
 # For each claim that has a function: rows under which it holds, and one change that speaks against it, as
 # (number of the row, column, value). A claim whose function is added is to be added here too.
@@ -221,6 +221,15 @@ def test_the_verdict_names_what_was_measured_or_what_is_missing(tmp_path, claim)
     record(tmp_path, claim, [])
     (finding,) = find_all(tmp_path, (JUDGED[claim],))
     assert finding.verdict == NOT_MEASURED and JUDGED[claim].experiment in finding.measured
+
+
+def test_codes_are_judged_over_all_lengths_since_one_has_few():
+    """D5: in one length int4 finds fewer than fp32, in the other more; over both it loses nothing."""
+    rows = [row | {"copied_percent": 57.0, "found_in_512_percent": 50.0} for row in KV_FORMATS]
+    rows[3] |= {"found_in_512_percent": 75.0, "found_in_1024_percent": 50.0}
+    assert d5(rows).word == NOT_HERE
+    rows[3]["found_in_512_percent"] = 50.0
+    assert d5(rows).measured == "int4: perplexity +5.00 % (+-0.10), while finding codes falls from 62 to 50 %"
 
 
 def test_each_device_has_its_own_verdict(tmp_path):

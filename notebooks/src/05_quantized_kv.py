@@ -218,9 +218,10 @@ print(f"{documents.numel() - len(documents):,} tokens of {corpus.source}")
 print(text_table(quality, LIVE))
 
 # %% [markdown]
-# The figures below are from a full run: 12,288 tokens, contexts up to 4,096, and three tasks besides. A *code* is a
-# number of four digits hidden in a long text, to be named to the digit. *Copied* is the share of a random text that
-# the model repeats rightly when it is said a second time: it must find the one place where this token stood before.
+# The figures below are from full runs: contexts up to 4,096, and three tasks besides. A *code* is a number of four
+# digits hidden in a long text, to be named to the digit; a CPU's run asks for eight at each length, so one more or less
+# is 12.5 per cent. *Copied* is the share of a random text that the model repeats rightly when it is said a second time:
+# it must find the one place where this token stood before.
 # *Greedy agrees* is how much of an answer is the same until the first difference.
 
 # %%
@@ -309,10 +310,10 @@ print(recorded("weight_speed", SPEED))
 print(*dict.fromkeys(recorded("weight_quality", table) for table in formats.WEIGHT_TABLES), sep="\n\n")
 
 # %% [markdown]
-# Read the quality of *weights* with care. The default checkpoint was itself stored in 4 bits once, in groups of 32:
-# its weights take only 16 values in each. We use groups of 64, so that int4 is not lossless, but such weights are
-# still kinder to 4 bits than those of a model that never was quantised. Until one has been measured, this page gives
-# no verdict on them.
+# Speed has its price: see the change in per cent. And read the quality of *weights* with care. The default checkpoint
+# was itself stored in 4 bits once, in groups of 32: its weights take only 16 values in each. We use groups of 64, so
+# that int4 is not lossless, but such weights are still kinder to 4 bits than those of a model that never was quantised.
+# Until one has been measured, this page gives no verdict on them.
 #
 # ## Claims of the ledger that this page settles
 #
