@@ -479,6 +479,7 @@ def test_stop_strings_need_a_tokenizer():
         (dict(kv="flat"), "kv='flat': choose 'paged' or 'slots'"),
         (dict(records="none"), "records='none': choose 'all' or 'summary'"),
         (dict(kv_memory=100), "kv_memory of 100 bytes holds no block"),
+        (dict(kv_memory=float("nan")), "kv_memory nan must be a finite number from 1 up"),
         (dict(block_size=0), "block_size 0 must be a finite number from 1 up"),
         (dict(max_batch=0), "max_batch 0"),  # not "the default": a step without rows would never end
         (dict(max_batch=-1), "max_batch -1"),
@@ -505,7 +506,7 @@ def test_params_that_cannot_be_meant_are_refused_by_name(wrong):
 
 
 def test_stats_add_up_to_the_pool():
-    engine = fake_engine(blocks=10)
+    engine = fake_engine(kv_memory=10.5 * BLOCK_SIZE * 2 * 2 * 2 * 8 * 2)  # half a block is no block
     assert (engine.stats().blocks_free, engine.stats().block_bytes) == (10, BLOCK_SIZE * 2 * 2 * 2 * 8 * 2)
     engine.add([1] * 9, params(1), "a")
     engine.add([2], params(9), "b", arrival=50)

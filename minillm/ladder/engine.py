@@ -204,7 +204,8 @@ class Engine:
         seed: int = 0,
     ) -> None:
         check_at_least(
-            1, block_size=block_size, max_batch=max_batch, max_context=max_context, max_step_tokens=max_step_tokens
+            1, kv_memory=kv_memory, block_size=block_size, max_batch=max_batch, max_context=max_context,
+            max_step_tokens=max_step_tokens,
         )
         config: ModelConfig = (model or executor).config
         gpu = model is not None and model.device.type == "cuda"
@@ -224,7 +225,7 @@ class Engine:
             kv_memory = min(usual_memory, max_batch * max_blocks * block_bytes)
         if kv_memory < block_bytes:
             raise ValueError(f"kv_memory of {kv_memory:,} bytes holds no block: one takes {block_bytes:,}")
-        pool = BlockPool(kv_memory // block_bytes, block_size)
+        pool = BlockPool(int(kv_memory // block_bytes), block_size)  # 2e9 is a number of bytes too
         self.config, self.tokenizer, self.seed, self.block_bytes = config, tokenizer, seed, block_bytes
         self.scheduler = Scheduler(
             _choose("batching", batching, continuous=ContinuousBatching, static=StaticBatching)(),
