@@ -491,8 +491,8 @@ def bars(
             ax.bar(names, heights, bottom=bottoms, width=0.55, linewidth=edges, **look)
             keys.append(Patch(label=name, **look))
             bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-        ax.set(ylabel=y)
-        ax.margins(x=0.12, y=0.06)
+        ax.set(ylabel=y, ylim=(0, 1.06 * max(bottoms) or 1))
+        ax.margins(x=0.12)
         headline(figure, title)
         ax.legend(handles=keys, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure

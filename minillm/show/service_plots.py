@@ -249,7 +249,7 @@ def frontier(rows: Sequence[Mapping], label: str, x: str, y: str, title: str, **
         ax = axes[0, 0]
         ax.plot([row[x] for row in rows], [row[y] for row in rows], marker="o", color=COLOURS[0])
         for row in rows:
-            ax.annotate(row[label], (row[x], row[y]), xytext=(7, -11), textcoords="offset points", fontsize=10)
+            ax.annotate(row[label], (row[x], row[y]), xytext=(9, -9), textcoords="offset points", fontsize=10)
         ax.set(xlim=(0, None), ylim=(0, 1.08 * max(row[y] for row in rows)), **axes_labels)
         ax.grid(color=LIGHT)
         ax.yaxis.set_major_formatter(plots.thousands)
