@@ -33,6 +33,9 @@ def _grade_path(arguments) -> int:
     from minillm.show.tables import text_table
 
     learner = classroom.find_notebooks(arguments.path)
+    if not learner.notebooks:
+        why = "; ".join(learner.notes) or "there is no notebook in it"
+        raise ValueError(f"{arguments.path} holds no exercise: {why}")
     classroom.grade_class([learner], arguments.jobs, bar)
     print(text_table(report.rows(learner), report.COLUMNS))
     for line in report.lines(learner):
@@ -45,7 +48,7 @@ def _grade_path(arguments) -> int:
 def _grade_class(arguments) -> int:
     from minillm.grading import classroom, report
 
-    learners = classroom.find_learners(arguments.classroom)
+    learners = classroom.find_learners(arguments.classroom, arguments.report)
     classroom.grade_class(learners, arguments.jobs, bar, kept=arguments.report / "marks")
     for learner in learners:
         print(f"{learner.name}: {learner.points} of {learner.out_of}")

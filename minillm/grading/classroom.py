@@ -40,14 +40,21 @@ class Learner:
         return sum(marks.out_of for marks in self.marks.values())
 
 
-def find_learners(folder: Path) -> list[Learner]:
-    """Every folder in `folder`, in order of name, with the notebooks at any depth in it."""
+def find_learners(folder: Path, report: Path | None = None) -> list[Learner]:
+    """Every folder in `folder` but hidden ones and the report's, in order of name, with its notebooks at any depth."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder")
-    learners = [find_notebooks(path, recursive=True) for path in sorted(folder.iterdir()) if path.is_dir()]
+    theirs = [path for path in sorted(folder.iterdir()) if path.is_dir() and not hidden(path.name)]
+    learners = [find_notebooks(path, recursive=True) for path in theirs
+                if report is None or path.resolve() != report.resolve()]
     if not learners:
         raise ValueError(f"{folder} holds no folder; it needs one for each learner, with the notebooks in it")
     return learners
+
+
+def hidden(name: str) -> bool:
+    """Whether a program made it for itself: .git, .ipynb_checkpoints, __pycache__, __MACOSX."""
+    return name.startswith((".", "__"))
 
 
 def find_notebooks(folder: Path, recursive: bool = False) -> Learner:
@@ -57,14 +64,17 @@ def find_notebooks(folder: Path, recursive: bool = False) -> Learner:
     """
     learner = Learner(folder.name)
     if folder.is_file():
-        learner.notebooks[read(folder).exercise.name] = folder
+        try:
+            learner.notebooks[read(folder).exercise.name] = folder
+        except NotANotebook as error:
+            raise NotANotebook(f"{folder}: {error}") from None
         return learner
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such file or folder")
     files = [path for path in sorted(folder.glob("**/*" if recursive else "*")) if path.is_file()]
     for path in files:
         inner = path.relative_to(folder)
-        if any(part.startswith((".", "_")) for part in inner.parts):  # .ipynb_checkpoints, __pycache__, __MACOSX
+        if any(map(hidden, inner.parts)):
             continue
         if path.suffix != ".ipynb":
             if recursive:
@@ -97,10 +107,13 @@ def grade_class(
     """Fill in every learner's marks, `jobs` notebooks at a time.
 
     bar: (label, total) -> a progress bar. kept: a folder; what it holds from an earlier run is used again, and what
-    a learner did not hand in counts as nothing. Without it, only what is there is graded.
+    a learner did not hand in counts as nothing, unless nobody did: it was not asked then. Without it, only what is
+    there is graded.
     """
     check_at_least(1, jobs=jobs)
-    work = [(learner, exercise) for learner in learners for exercise in load_all()
+    handed_in = {name for learner in learners for name in learner.notebooks}
+    asked = [exercise for exercise in load_all() if exercise.name in handed_in] or load_all()
+    work = [(learner, exercise) for learner in learners for exercise in asked
             if kept is not None or exercise.name in learner.notebooks]
     with ThreadPoolExecutor(jobs) as threads, bar("grading", len(work)) as progress:
         futures = [threads.submit(grade_one, learner, exercise, kept, limits) for learner, exercise in work]

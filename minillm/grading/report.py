@@ -9,7 +9,7 @@ import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
 
-from minillm.grading.checks import Outcome
+from minillm.grading.checks import Exercise, Outcome
 from minillm.grading.classroom import Learner
 from minillm.grading.exercises import find, load_all
 
@@ -77,7 +77,7 @@ def write(learners: Sequence[Learner], folder: Path) -> Path:
 
 def write_csv(learners: Sequence[Learner], path: Path) -> None:
     """A row per learner: percent of each exercise, and of all points."""
-    names = [exercise.name for exercise in load_all()]
+    names = [exercise.name for exercise in graded(learners)]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["learner", *names, "total"])
@@ -86,6 +86,11 @@ def write_csv(learners: Sequence[Learner], path: Path) -> None:
             name = f"'{learner.name}" if learner.name.startswith(("=", "+", "-", "@")) else learner.name
             each = [f"{percent(learner.marks[n].points, learner.marks[n].out_of):.0f}" for n in names]
             writer.writerow([name, *each, f"{percent(learner.points, learner.out_of):.0f}"])
+
+
+def graded(learners: Sequence[Learner]) -> list[Exercise]:
+    """The exercises that somebody has marks for."""
+    return [exercise for exercise in load_all() if any(exercise.name in learner.marks for learner in learners)]
 
 
 # -- pages ----------------------------------------------------------------------------------------
@@ -113,7 +118,7 @@ def score_cell(points: int, out_of: int, link: str = "") -> str:
 
 def class_page(learners: Sequence[Learner]) -> str:
     """Who has what, in per cent, and which checks most learners fail."""
-    exercises = load_all()
+    exercises = graded(learners)
     body = []
     for learner in learners:
         link = f"learners/{urllib.parse.quote(learner.name)}.html"
@@ -131,13 +136,13 @@ def stuck(learners: Sequence[Learner], most: int = 15) -> str:
     """The checks that most learners fail first: what to talk about next time."""
     failing: dict[tuple[str, str, str], int] = {}
     for learner in learners:
-        for name, marks in learner.marks.items():
-            for task, outcomes in marks.outcomes.items():
+        for name in learner.marks.keys() & learner.notebooks.keys():  # who handed nothing in is not stuck there
+            for task, outcomes in learner.marks[name].outcomes.items():
                 first = next((outcome for outcome in outcomes if outcome.passed is False), None)
                 if first is not None:
                     key = (name, task, first.check)
                     failing[key] = failing.get(key, 0) + 1
-    worst = sorted(failing.items(), key=lambda item: -item[1])[:most]
+    worst = sorted(failing.items(), key=lambda item: (-item[1], item[0]))[:most]
     body = [
         f'<tr><td class="number">{number}</td>' + "".join(f"<td>{html.escape(part)}</td>" for part in key) + "</tr>"
         for key, number in worst

@@ -247,6 +247,40 @@ def test_a_class_becomes_a_table_and_a_page_each(a_class, tmp_path, capsys):
     assert learners["ann"]["points"] == len(POOL.checks) + len(TABLE.checks)
 
 
+def test_what_nobody_handed_in_counts_for_nobody(a_class, tmp_path):
+    """Of a short course's exercises one can have all the points."""
+    (a_class / "eli").mkdir()
+    shutil.copy(FOLDER / "solutions" / "03_static_batch.ipynb", a_class / "eli")
+    main(["grade", "--class", str(a_class), "--report", str(tmp_path / "out")])
+    with (tmp_path / "out" / "report.csv").open(newline="") as file:
+        rows = {row["learner"]: row for row in csv.DictReader(file)}
+    assert list(rows["ann"]) == ["learner", "03_static_batch", NAME, "total"]
+    assert (rows["eli"]["03_static_batch"], rows["eli"][NAME], rows["ann"][NAME]) == ("100", "0", "100")
+    talk = Pages((tmp_path / "out" / "index.html").read_text()).text.split("Where the class is stuck")[1]
+    assert "block_pool" in talk and "run_static" not in talk, "who did not hand it in was called stuck"
+
+
+def test_folders_that_are_nobody_s_are_no_learners(a_class, capsys):
+    (a_class / ".git").mkdir()
+    (a_class / "__MACOSX").mkdir()
+    for _ in range(2):
+        assert main(["grade", "--class", str(a_class), "--report", str(a_class / "out")]) == 0
+        names = {line.split(":")[0] for line in capsys.readouterr().out.splitlines()}
+        assert names == {"ann", "=b & <i>o", "cy", "dee", "report"}
+
+
+def test_a_folder_without_an_exercise_is_refused_and_a_chapter_is_none(tmp_path, capsys):
+    chapter = FOLDER.parent / "notebooks" / "05_quantized_kv.ipynb"
+    shutil.copy(chapter, tmp_path)
+    for path in (tmp_path, tmp_path / chapter.name):
+        assert main(["grade", str(path)]) == 2
+        error = capsys.readouterr().err
+        assert chapter.name in error and "which exercise it is" in error
+    (tmp_path / chapter.name).unlink()
+    assert main(["grade", str(tmp_path)]) == 2
+    assert "no notebook in it" in capsys.readouterr().err
+
+
 ODD = ("text", 7, ["a", ["b"]], None, True)
 
 
