@@ -320,7 +320,6 @@ class Engine:
 
     def _advance(self, until: float | None = None) -> None:
         """One step. Its events join those that are kept, which an exception must not lose."""
-        self._take_arrivals()
         if not self.scheduler.has_work and not self._kept and self._arrivals:
             self.clock.wait_until(self._arrivals[0][0])
         if self._launched is None:
