@@ -77,7 +77,10 @@ def build(source: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the notebooks from their sources.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="such as 01_kv_cache; without any, all of them")
-    names = parser.parse_args().names or sorted(path.stem for path in SOURCES.glob("*.py"))
+    known = sorted(path.stem for path in SOURCES.glob("*.py"))
+    names = parser.parse_args().names or known
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"no chapter {', '.join(unknown)}; known: {', '.join(known)}")
     for name in names:
         start = time.perf_counter()
         path = build(SOURCES / f"{name}.py")

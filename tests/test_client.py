@@ -233,13 +233,19 @@ def test_the_command_reports_faults_and_fails_where_nothing_was_answered(capsys,
     with fake_server(sends(status=503)) as url:
         assert main(["bench", "peers", "--requests", "3", "--url", url, "--model", "any", "--json", "-"]) == 1
     text = capsys.readouterr().out
-    assert "3 of 3 requests failed" in text and "server error 503" in text
+    assert "3 of 3 requests failed" in text and "server error 503" in text and "no request was answered" in text
     assert not any(word in text for word in ("queue", "batch", "preemptions", "p99 of 0"))
     assert json.loads(text.strip().splitlines()[-1])["faults"] == {"server error 503": 3}
     with fake_server(lambda handler, body: sends(*[event("x")] * body["max_tokens"], END)(handler, body)) as url:
         assert main(["bench", "peers", "--requests", "3", "--url", url, "--clients", "2", "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert found["output_tokens"] == sum(item.output_tokens for item in make_workload("peers", requests=3))
+
+
+def test_what_every_request_fell_over_is_named_with_its_cure(capsys):
+    with fake_server(sends(status=404)) as url:
+        assert main(["bench", "peers", "--requests", "2", "--url", url, "--model", "any"]) == 1
+    assert "server error 404: does the URL end in /v1" in capsys.readouterr().out
 
 
 def test_rows_of_servers_are_kept_and_a_later_run_replaces_its_own(tmp_path):

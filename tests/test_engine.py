@@ -9,6 +9,7 @@ import pytest
 import torch
 from fakes import BLOCK_SIZE, FakeTokenizer, NoProposer, expected_output, fake_engine, outputs, steps
 
+from minillm.ladder.engine import Engine
 from minillm.ladder.request import RequestError, SamplingParams
 from minillm.ladder.speculative import Speculator
 
@@ -76,7 +77,7 @@ def test_whole_numbers_of_numpy_and_torch_are_token_ids():
         assert all(type(token) is int for token in answer.prompt_ids)
 
 
-@pytest.mark.parametrize("moment", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("moment", [math.inf, -math.inf, math.nan, "now", "3"])
 def test_a_moment_that_never_comes_is_refused(moment):
     engine = fake_engine()
     with pytest.raises(RequestError, match="arrival"):
@@ -90,6 +91,21 @@ def test_a_list_of_params_must_be_as_long_as_the_prompts(number):
     with pytest.raises(RequestError, match=f"2 prompts, but {number} SamplingParams"):
         engine.generate([[1], [2]], [params()] * number)
     assert not engine.has_work
+
+
+@pytest.mark.parametrize("call", ["add", "generate"])
+def test_params_of_another_kind_are_refused(call):
+    engine = fake_engine()
+    with pytest.raises(RequestError, match="give SamplingParams"):
+        getattr(engine, call)([1] if call == "add" else [[1]], {"max_tokens": 3})
+    assert not engine.has_work
+
+
+def test_the_name_of_a_model_is_none():
+    with pytest.raises(ValueError, match=r"give load_model\('smollm2'\)"):
+        Engine("smollm2")
+    with pytest.raises(ValueError, match="give load_model"):
+        Engine(None)
 
 
 def test_one_string_is_not_a_list_of_prompts():
@@ -485,6 +501,9 @@ def test_stop_strings_need_a_tokenizer():
         (dict(max_batch=-1), "max_batch -1"),
         (dict(max_step_tokens=-1), "max_step_tokens -1"),
         (dict(max_context=0), "max_context 0"),
+        (dict(kv_memory="1GB"), "kv_memory '1GB' must be a finite number"),
+        (dict(tokenizer="smollm2"), r"tokenizer 'smollm2' is a name: give load_tokenizer\('smollm2'\)"),
+        (dict(speculator="ngram"), "speculator 'ngram' is a name: give a Speculator"),
     ],
 )
 def test_a_wrong_setting_is_named_with_the_right_ones(settings, message):
@@ -497,7 +516,8 @@ def test_a_wrong_setting_is_named_with_the_right_ones(settings, message):
     [dict(max_tokens=-1), dict(temperature=-0.1), dict(temperature=float("nan")), dict(temperature=float("inf")),
      dict(top_k=0), dict(top_p=0.0), dict(top_p=1.1), dict(stop_after=0), dict(stop=["a", ""]), dict(stop=[7]),
      dict(max_tokens=2.5), dict(max_tokens=None), dict(top_k=1.5), dict(top_p=float("nan")), dict(seed="7"),
-     dict(stop_after=2.5), dict(stop_ids=5), dict(stop_ids="ab")],
+     dict(stop_after=2.5), dict(stop_ids=5), dict(stop_ids="ab"), dict(stop_ids=True), dict(stop=7), dict(stop=True),
+     dict(temperature="0.7"), dict(temperature=None), dict(top_p="1")],
     ids=str,
 )
 def test_params_that_cannot_be_meant_are_refused_by_name(wrong):

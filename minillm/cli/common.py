@@ -84,8 +84,10 @@ def print_summary(found: dict) -> None:
              "latency_s": "latency"}
     rows = [{"seconds": title, **found[name]} for name, title in names.items() if found.get(name)]
     counts = found["requests"]
-    if counts["finished"]:
-        print(text_table(rows, {name: name for name in ("seconds", "n", "p50", "p90", "p99", "max")}))
+    if not counts["finished"] + counts["aborted"]:
+        print("no request was answered, so there is nothing to show")
+        return
+    print(text_table(rows, {name: name for name in ("seconds", "n", "p50", "p90", "p99", "max")}))
     if few := next((row["warning"] for row in rows if row["warning"]), None):
         print(few)
     print(f"{cell(found['output_tokens_per_s'])} output tokens/s over {cell(found['span_s'])} s; "

@@ -33,6 +33,16 @@ DECODE_COLUMNS = {
 }
 
 
+CURES = {  # of what goes wrong with every request on the first try
+    "refused": "does a server listen at this address and port?",
+    "stalled": "is the server still loading, or does it need a larger --patience-s?",
+    "server error 400": "are --model and the lengths what the server takes? --scale shrinks lengths, --text sends text",
+    "server error 401": "this client sends no key: start the server without one",
+    "server error 404": "does the URL end in /v1, and is --model the name under which it serves?",
+    "server error 422": "does the server take prompts as token ids? --text sends text",
+}
+
+
 # -- measure --------------------------------------------------------------------------------------
 
 
@@ -275,6 +285,9 @@ def _bench_server(arguments, settings: dict) -> int:
     print_summary(found)
     print(f"{found['failed']:,} of {len(items):,} requests failed, and are in no figure above"
           + "".join(f"; {kind}: {number:,}" for kind, number in found["faults"].items()))
+    for kind, cure in CURES.items():
+        if kind in found["faults"]:
+            print(f"{kind}: {cure}")
     if found["short_answers"]:
         print(f"{found['short_answers']:,} answers were not as long as asked: the server does not know ignore_eos")
     _write_loop(arguments, found, server.url, {"url": server.url})

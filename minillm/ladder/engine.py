@@ -43,7 +43,7 @@ from minillm.ladder.request import Completion, Request, RequestError, RequestId,
 from minillm.ladder.sampling import hash_numbers, sample
 from minillm.ladder.speculative import Proposer, Speculator, check_vocabularies, verify
 from minillm.ladder.static import StaticBatching
-from minillm.model.config import ModelConfig, check_at_least
+from minillm.model.config import ModelConfig, check_at_least, is_number
 
 
 class Clock(Protocol):
@@ -207,6 +207,7 @@ class Engine:
             1, kv_memory=kv_memory, block_size=block_size, max_batch=max_batch, max_context=max_context,
             max_step_tokens=max_step_tokens,
         )
+        check_parts(model, tokenizer, speculator, executor)
         config: ModelConfig = (model or executor).config
         gpu = model is not None and model.device.type == "cuda"
         if kv_format == "auto":
@@ -491,16 +492,18 @@ class Engine:
             raise RequestError(f"request_id {request_id!r} is neither a str nor an int")
         if request_id in self._requests:
             raise RequestError(f"request_id {request_id!r} is taken by a request that has not finished")
-        arrival = self.clock.now() if arrival is None else float(arrival)
-        if not math.isfinite(arrival):
-            raise RequestError(f"arrival {arrival} is no moment that comes; give seconds on the engine's clock")
+        arrival = self.clock.now() if arrival is None else arrival
+        if not (is_number(arrival) and math.isfinite(arrival)):
+            raise RequestError(f"arrival {arrival!r} is no moment that comes; give seconds on the engine's clock")
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params {params!r} are none: give SamplingParams(max_tokens=64)")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer: Engine(model, tokenizer)")
         request = Request(
             id=request_id,
             prompt_ids=self._token_ids(prompt),
             params=params,
-            arrival=arrival,
+            arrival=float(arrival),
             seed=hash_numbers(self.seed, number) if params.seed is None else params.seed,
             stop_ids=frozenset(params.stop_ids or ()) | (frozenset() if params.ignore_eos else self.eos_ids),
         )
@@ -545,6 +548,18 @@ class Engine:
             self._kept.append(self._event(request, [], "", self.clock.now()))
         else:
             self.scheduler.add(request)
+
+
+def check_parts(model, tokenizer, speculator, executor) -> None:
+    """ValueError where the name of a thing was given in its place, or nothing that could compute."""
+    if model is None and executor is None:
+        raise ValueError("model None computes nothing: give load_model(), or an executor of your own")
+    for what, given, cure in (
+        ("model", model, "load_model({!r})"), ("tokenizer", tokenizer, "load_tokenizer({!r})"),
+        ("speculator", speculator, "a Speculator, such as Speculator(NgramProposer()), not {!r}"),
+    ):
+        if isinstance(given, str):
+            raise ValueError(f"{what} {given!r} is a name: give {cure.format(given)}")
 
 
 def check_ids(tokens: list, vocab_size: int) -> list[int]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from minillm.model.config import is_number
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them overflows
 HOTTEST = 1e30  # far beyond "all tokens alike", and still a number in fp32
@@ -46,14 +48,19 @@ class SamplingParams:
     stop_after: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        one = isinstance(self.stop, str) or not isinstance(self.stop, Iterable | None)
+        object.__setattr__(self, "stop", (self.stop,) if one else tuple(self.stop or ()))
         for name in ("max_tokens", "top_k", "seed", "stop_after"):
             value = getattr(self, name)
             if not (hasattr(value, "__index__") or (value is None and name != "max_tokens")):
                 raise RequestError(f"{name} {value!r} is no whole number")
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if not (is_number(value) or (value is None and name == "top_p")):
+                raise RequestError(f"{name} {value!r} is no number")
         if not all(isinstance(stop, str) for stop in self.stop):
             raise RequestError(f"stop strings are texts, not {self.stop!r}; token ids belong to stop_ids")
-        if isinstance(self.stop_ids, (int, str)):
+        if isinstance(self.stop_ids, str) or not isinstance(self.stop_ids, Collection | None):
             raise RequestError(f"stop_ids {self.stop_ids!r} is no collection of token ids; texts belong to stop")
         if self.max_tokens < 0:
             raise RequestError(f"max_tokens {self.max_tokens} is negative; 0 gives an empty answer")

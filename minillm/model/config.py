@@ -21,15 +21,20 @@ NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
 def check_at_least(least: float, **settings: float | None) -> None:
     """ValueError for the first setting that is not a finite number from `least` up; None is a default."""
     for name, value in settings.items():
-        if value is not None and not least <= value < math.inf:
-            raise ValueError(f"{name} {value} must be a finite number from {least} up")
+        if value is not None and not (is_number(value) and least <= value < math.inf):
+            raise ValueError(f"{name} {value!r} must be a finite number from {least} up")
 
 
 def check_positive(**settings: float | None) -> None:
     """ValueError for the first setting that is not a finite number above 0; None is a default."""
     for name, value in settings.items():
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name} {value} must be a finite number above 0")
+        if value is not None and not (is_number(value) and 0 < value < math.inf):
+            raise ValueError(f"{name} {value!r} must be a finite number above 0")
+
+
+def is_number(value: object) -> bool:
+    """Whether it can be compared with one: Python's, numpy's or torch's; a text of digits cannot."""
+    return hasattr(value, "__float__") or hasattr(value, "__index__")
 
 
 @dataclass(frozen=True)
