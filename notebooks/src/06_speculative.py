@@ -252,7 +252,8 @@ plots.curves(
 #
 # Speed-up over plain decoding of the same prompts in the same batch, on steps in which the whole batch decodes. Beside
 # it stands the prediction: measured tokens a step over the measured cost of such a step. What proposing costs is not
-# in the prediction: a drafter, which computes for each draft, should stay below it.
+# in the prediction: a drafter, which computes for each draft, should stay below it. The drafter runs once more with one
+# draft a round, its surest, and with a length that adapts.
 
 # %%
 table = [
