@@ -16,9 +16,9 @@ from minillm import SamplingParams, metrics
 from minillm.ladder.decode import NoCache, decode_cached
 from minillm.ladder.records import Records
 from minillm.measure.claims import LEDGER
-from minillm.measure.measurement import Measurement, Provenance
+from minillm.measure.measurement import SEE_ROWS, Measurement, Provenance
 from minillm.show import plots
-from minillm.show.recorded import ledger, recorded
+from minillm.show.recorded import heading, ledger, recorded
 from minillm.show.source import show_source, source_block
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
@@ -260,6 +260,8 @@ def test_a_gpu_run_is_shown_with_its_provenance(tmp_path):
     text = recorded("step_time", {"rows": "rows"}, tmp_path)
     assert text.startswith("NVIDIA A100, m in bf16, torch 2.11, 2026-01-02, commit cccccccccc\n")
     assert "No GPU" not in text
+    servers = replace(GPU, model=SEE_ROWS, dtype=SEE_ROWS)  # of several models, on whatever torch each may run
+    assert heading(Measurement("bench_servers", servers, [])) == "NVIDIA A100, 2026-01-02, commit cccccccccc"
 
 
 # --- the ledger on a page ---------------------------------------------------------------------------------------

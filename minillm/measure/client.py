@@ -31,7 +31,7 @@ import torch
 
 from minillm.ladder.records import Records, RequestRecord
 from minillm.measure import metrics
-from minillm.measure.measurement import MEASUREMENTS, Measurement, device_name, measurement_path, provenance
+from minillm.measure.measurement import MEASUREMENTS, SEE_ROWS, Measurement, device_name, measurement_path, provenance
 from minillm.measure.workload import WorkItem
 from minillm.model.config import check_at_least, check_positive
 
@@ -260,4 +260,4 @@ def save_row(row: dict, root: Path = MEASUREMENTS, device: str | torch.device = 
     path = measurement_path(device_is, name, root)
     rows = Measurement.load(device_is, name, root).rows if path.exists() else []
     rows = [old for old in rows if any(old[key] != row[key] for key in same)]
-    return Measurement(name, provenance("see rows", "see rows", device, 0, None), [*rows, row]).save(root)
+    return Measurement(name, provenance(SEE_ROWS, SEE_ROWS, device, 0, None), [*rows, row]).save(root)

@@ -24,6 +24,7 @@ import torch
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 MEASUREMENTS = (CHECKOUT if (CHECKOUT / "notebooks").is_dir() else Path()) / "notebooks" / "measurements"
 VIRTUAL, EXACT = "virtual time", "arithmetic"  # in place of a device: simulated, and counted or reckoned
+SEE_ROWS = "see rows"  # in place of a model: each row is of another
 
 
 class MeasurementError(ValueError):

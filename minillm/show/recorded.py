@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from minillm.measure.claims import LEDGER, Claim, Finding, find_all
-from minillm.measure.measurement import EXACT, MEASUREMENTS, VIRTUAL, Measurement
+from minillm.measure.measurement import EXACT, MEASUREMENTS, SEE_ROWS, VIRTUAL, Measurement
 from minillm.measure.verdicts import NOT_MEASURED, Missing, Rows
 from minillm.show.tables import filled, text_table
 
@@ -30,7 +30,8 @@ def recorded(experiment: str, columns: Mapping[str, str], root: Path = MEASUREME
 def heading(run: Measurement) -> str:
     """Where and when a measurement was made."""
     p = run.provenance
-    parts = p.device, f"{p.model} in {p.dtype}", f"torch {p.torch}", p.date[:10], f"commit {p.commit[:10]}", run.missing
+    ran = () if p.model == SEE_ROWS else (f"{p.model} in {p.dtype}", f"torch {p.torch}")
+    parts = p.device, *ran, p.date[:10], f"commit {p.commit[:10]}", run.missing
     return ", ".join(part for part in parts if part)
 
 
