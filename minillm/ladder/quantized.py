@@ -238,16 +238,3 @@ class ChannelScaling:
         """q [N, Hq, D], k [N, Hkv, D] -> the same, scaled."""
         mean, scale = self.mean[layer].to(k.dtype), self.scale[layer].to(k.dtype)  # [Hkv, D]
         return q * scale.repeat_interleave(q.shape[1] // k.shape[1], dim=0), (k - mean) / scale
-
-
-class Chain:
-    """Several transforms, one after the other."""
-
-    def __init__(self, *transforms: KeyTransform) -> None:
-        self.transforms = transforms
-
-    def apply(self, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q [N, Hq, D], k [N, Hkv, D] -> the same, transformed."""
-        for transform in self.transforms:
-            q, k = transform.apply(layer, q, k)
-        return q, k

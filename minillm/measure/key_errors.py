@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minillm.ladder.decode import NoCache
-from minillm.ladder.quantized import INT4_GROUP, Chain, ChannelScaling, KeyTransform, KVStorage, Rotation
+from minillm.ladder.quantized import INT4_GROUP, ChannelScaling, KeyTransform, KVStorage, Rotation
 from minillm.model.codes import even_group, int4_decode, int4_encode
 
 TOKEN_BLOCK = 32  # tokens that share a scale where keys are stored per channel
@@ -41,6 +41,19 @@ def queries_and_keys(model, ids: Tensor) -> tuple[Tensor, Tensor]:
     tap, ids = Tap(), ids.to(model.device)
     model.hidden_states(ids, torch.arange(len(ids), device=model.device), tap)
     return torch.stack(tap.queries), torch.stack(tap.keys)
+
+
+class Chain:
+    """Several transforms, one after the other."""
+
+    def __init__(self, *transforms: KeyTransform) -> None:
+        self.transforms = transforms
+
+    def apply(self, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [N, Hq, D], k [N, Hkv, D] -> the same, transformed."""
+        for transform in self.transforms:
+            q, k = transform.apply(layer, q, k)
+        return q, k
 
 
 def calibrated(queries: Tensor, keys: Tensor) -> Chain:
