@@ -53,7 +53,7 @@ NAMES = (
     Name("bits per key and value", "Engine.kv_format", 5, "`--kv-cache-dtype fp8`", "`--kv-cache-dtype fp8_e4m3`"),
     Name("drafts and verification", "Engine.speculator", 6, "`--speculative-config`", "`--speculative-algorithm`"),
     Name("drafts a round", "minillm.ladder.speculative.Speculator.draft_length", 6, "`num_speculative_tokens`",
-         "`--speculative-num-draft-tokens`"),
+         "`--speculative-num-steps`, `--speculative-num-draft-tokens`"),
     Name("acceptance", "minillm.measure.metrics.speculation", 6, "`vllm:spec_decode_num_accepted_tokens_total`",
          "`sglang:spec_accept_length`"),
     Name("time to first token", "minillm.ladder.request.Timing.ttft", 7, "`vllm:time_to_first_token_seconds`",

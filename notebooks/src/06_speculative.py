@@ -354,7 +354,7 @@ print(ledger(dict.fromkeys(("E1", "E2", "E3", "E4"), judged)))
 # | `NgramProposer` | `--speculative-config '{"method": "ngram", ...}'` | `--speculative-algorithm NGRAM` |
 # | `DraftModelProposer` | a draft `model` in the same config | `STANDALONE` |
 # | `DrafterProposer` | `"method": "eagle"` or `"eagle3"` | `EAGLE`, `EAGLE3` |
-# | `draft_length` | `num_speculative_tokens` | `--speculative-num-steps` |
+# | `draft_length` | `num_speculative_tokens` | `--speculative-num-steps`, `--speculative-num-draft-tokens` |
 # | acceptance rate | accepted over draft tokens, of `vllm:spec_decode_*` | `accept_length` counts tokens a round |
 #
 # ## Exercise
