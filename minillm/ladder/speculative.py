@@ -344,6 +344,8 @@ class Speculator:
 
         A draft that was asked for and not made counts as one that was rejected.
         """
+        if not self.adaptive:  # a fixed length has no use for it, and the next step waits
+            return
         due = [row for row in rows if row.due]
         for row, output in zip(due, outputs, strict=True):
             for place in range(min(row.num_drafts, len(output))):
