@@ -39,6 +39,9 @@ def instructions(work: Callable[[], object]) -> int:
     return counted
 
 
+instructions(lambda: None)  # Python 3.12 counts none the first time that anybody asks
+
+
 class Queue(deque):
     """A queue that may be touched at its ends only."""
 
