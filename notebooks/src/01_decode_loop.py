@@ -169,7 +169,9 @@ show_source(SequenceCache, decode_cached)
 # %% [markdown]
 # ## The same tokens
 #
-# A cache must change the cost and nothing else. `Counting` stands before the model and notes how many tokens each
+# A cache must change the cost and nothing else. (Sums in another order move the last bits of a logit, so where the two
+# likeliest tokens are as good as tied, two right programs may differ:
+# [what equal means](../README.md#what-equal-means).) `Counting` stands before the model and notes how many tokens each
 # forward pass is fed, so the prediction is checked too.
 
 # %%

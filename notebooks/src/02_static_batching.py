@@ -191,7 +191,8 @@ print(recorded("batch_curve", ROWS))
 # More rows give more tokens per second, and each of them comes later. Up to some number of people the first grows
 # faster than the second, in per cent: there is something to gain. Past it the second does: people only wait longer.
 # That number is the **knee**. We look for it as a service would: a closed loop of more and more clients, each of whom
-# asks again when answered, and the number with the most tokens per second for each millisecond of waiting.
+# asks again when answered, and the number with the most tokens per second for each millisecond of waiting (the median,
+# p50).
 #
 # Predict, from the table above: with how many clients does *this* machine have its knee?
 

@@ -197,8 +197,9 @@ print("and more than half of them on average:", closed["mean_present"] > 2)
 # ## Where it loses: the load test that does not see
 #
 # Somebody sends a prompt of 60,000 tokens, and this server reads it in one step (no chunks; chapter 3). Everybody
-# stands still for seconds. We serve the same chats around it twice, in virtual time on an A100: in a closed loop of
-# eight clients, and in an open loop at the same rate.
+# stands still for seconds. We serve the same chats around it twice, in a closed loop of eight clients and in an open
+# loop at the same rate. This is **virtual time**: the real scheduler and records, with steps as long as an A100's data
+# sheet says (chapter 0), so that seconds cost nothing and the figures are the same everywhere.
 #
 # Which of the two reports the longer p90 of the time to first token, and by how much? Write it down.
 
