@@ -1,6 +1,7 @@
 """The benchmarks run: on models without files, beside transformers on the very same weights."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from minillm.cli import main
 from minillm.ladder.decode import NoCache
 from minillm.ladder.request import RequestError
 from minillm.measure import bench as bench_module
-from minillm.measure import client
+from minillm.measure import client, rungs
 from minillm.measure.client import save_row
 from minillm.measure.decode_bench import decode_bench
 from minillm.measure.measurement import Measurement, device_name
@@ -99,6 +100,18 @@ def test_a_request_that_cannot_run_is_refused_before_the_others_run():
     with pytest.raises(RequestError, match="4,096"):
         bench_module.bench_loop(asked, model, clients=1, watch=steps.append)
     assert not steps
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [(dict(kv_memory=5), "holds no block"), (dict(kv_memory=20_000, max_tokens=200), "the pool has"),
+     (dict(max_tokens=5_000), "> context 4,096")],
+)
+def test_what_no_engine_could_run_is_refused_before_the_slow_rungs(sizes, message, monkeypatch):
+    monkeypatch.setattr(rungs, "decode_recomputing", None)
+    chats = SimpleNamespace(chat=lambda text: [1, 2, 3])
+    with pytest.raises(ValueError, match=message):
+        rungs.ladder(tiny_model(), chats, "tiny", **{"requests": 2, "max_tokens": 4, **sizes})
 
 
 @pytest.mark.parametrize(("option", "value"), [("--batch", "1,x"), ("--batch", "0"), ("--steps", "0")])

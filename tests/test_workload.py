@@ -138,11 +138,14 @@ def test_a_closed_loop_needs_a_client(clients):
         ("a,b,c\n0.5,3,4\n0.7,3\n", "line 3"),
         ("a,b,c\n0.5,3,4\nsoon,3,4\n", "line 3: .*soon"),
         ("a,b,c\n0.5,many,4\n", "line 2: .*many"),
+        ("a,b,c\n0.5,3,4\n0.7,-3,4\n", "line 3: .*-3"),
+        ("a,b,c\nnan,3,4\n", "line 2: .*nan"),
+        ("a,b,c\n\0\xff\n", "line 2"),
     ],
-    ids=["empty", "a header alone", "a short line", "no date", "no number"],
+    ids=["empty", "a header alone", "a short line", "no date", "no number", "a negative one", "no moment", "no text"],
 )
 def test_a_damaged_trace_is_refused_with_its_line(text, message, tmp_path):
-    (file := tmp_path / "trace.csv").write_text(text)
+    (file := tmp_path / "trace.csv").write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=message):
         make_workload("trace", path=file)
 
@@ -159,6 +162,8 @@ def test_trace_reads_dates_and_seconds(tmp_path):
         assert [(item.stop_after, item.max_tokens) for item in items] == [(44, 109), (109, 109)]
         assert [item.arrival for item in items] == pytest.approx([0.0, 4.314579])
     assert len(make_workload("trace", path=dates, requests=1)) == 1
+    seconds.write_text("header\n9,5,3\n1,4,3\n")
+    assert [item.arrival for item in make_workload("trace", path=seconds)] == [8, 0], "not in order: nobody before 0"
 
 
 def test_articles_pair_and_batch():

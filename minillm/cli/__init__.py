@@ -37,6 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:  # a file that is missing, damaged, or not ours to write
         print(f"minillm {arguments.command}: {error}", file=sys.stderr)
         return 2
+    except MemoryError:
+        print(f"minillm {arguments.command}: so much does not fit in this machine's memory", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

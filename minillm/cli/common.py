@@ -50,6 +50,8 @@ def add_workload(parser) -> None:
 def workload_settings(arguments) -> dict:
     """What these options ask of the workload's own function; ValueError for both loops at once, or no client."""
     check_at_least(1, clients=arguments.clients)
+    if (arguments.workload == "trace") != (arguments.trace is not None):
+        raise ValueError("the workload `trace` and --trace FILE belong together")
     if arguments.clients is not None and arguments.rate is not None:
         raise ValueError("--clients asks again once answered, and has no --rate: leave one of them")
     asked = {"requests": arguments.requests, "rate": arguments.rate, "path": arguments.trace}

@@ -202,6 +202,10 @@ def _bench(arguments) -> int:
     from minillm.show.tables import text_table
 
     settings = workload_settings(arguments)
+    if arguments.url and arguments.workload == "decode":
+        raise ValueError("decode times this engine's steps, which no client sees: name a workload for --url")
+    if arguments.text and not arguments.url:
+        raise ValueError("--text is for --url: this engine takes token ids")
     if arguments.url:
         return _bench_server(arguments, settings)
     if arguments.rate is not None or arguments.clients is not None:

@@ -516,6 +516,9 @@ class Engine:
                 raise RequestError("a prompt of text needs a tokenizer: Engine(model, tokenizer); or pass token ids")
             return self.tokenizer.encode(prompt)
         if isinstance(prompt, range) and prompt:  # as virtual time has: its ends speak for all
+            pool, most = self.scheduler.memory.pool, self.scheduler.max_context
+            if len(prompt) > min(most, room := pool.num_blocks * pool.block_size):  # before all is written down
+                raise RequestError(f"{len(prompt):,} prompt tokens: > context {most:,}, or > {room:,}, all of the pool")
             low, high = sorted((prompt[0], prompt[-1]))
             if low >= 0 and high < self.config.vocab_size:
                 return list(prompt)

@@ -18,6 +18,7 @@ from minillm.measure.roofline import Ceilings, StepWork, least_work, measure_cei
 from minillm.measure.setting import Progress, silent
 from minillm.measure.virtual import shape_of
 from minillm.measure.workload import WorkItem, make_workload, play
+from minillm.model.config import check_at_least
 from minillm.model.llama import Llama
 from minillm.model.weights import load_model
 
@@ -41,6 +42,7 @@ def bench(
     batching with a cache sized to the work, both warmed, reading the very same weights.
     watch: called with our engine after each of its steps. `settings` are the workload's.
     """
+    check_at_least(1, repeats=repeats)
     items = make_workload(workload, **settings)
     model = load_model(model_name)
     ours = OurEngine(model, watch)

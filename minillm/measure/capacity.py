@@ -55,6 +55,7 @@ def capacity(
     check_at_least(1, context=context)
     config = ModelConfig.preset(model) if isinstance(model, str) else model
     weights_gb = weight_numbers(config) * WEIGHT_BYTES / GB if weights_gb is None else weights_gb
+    check_at_least(0, memory_bytes=memory_gb * GB)
     cache_bytes = round((memory_gb - weights_gb - overhead_gb) * GB)
     if cache_bytes <= 0:
         raise ValueError(

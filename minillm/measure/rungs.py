@@ -79,14 +79,18 @@ def ladder(
     1 on those. progress(label, total) gives a bar with `update`.
     """
     prompts = [tokenizer.chat(CHAT_PROMPTS[i % len(CHAT_PROMPTS)]) for i in range(requests)]
+    if kv_memory is None:
+        kv_memory = _eight_slots(model, prompts, max_tokens)
+    for settings in ENGINE_RUNGS:  # what cannot run is refused here, and not behind the slow rungs
+        engine = Engine(model, kv_memory=kv_memory, **settings)
+        for prompt in prompts:
+            engine.add(prompt, SamplingParams(max_tokens=max_tokens))
     few = prompts[:RUNG_0_REQUESTS]
     _warm_up(model, prompts)
     runs = []
     for rung, (decode, some) in enumerate(((decode_recomputing, few), (decode_cached, prompts))):
         with progress(f"rung {rung}", len(some)) as bar:
             runs.append(_run_one_by_one(model, decode, some, max_tokens, bar))
-    if kv_memory is None:
-        kv_memory = _eight_slots(model, prompts, max_tokens)
     for rung, settings in enumerate(ENGINE_RUNGS, start=len(runs)):
         engine = Engine(model, kv_memory=kv_memory, **settings)
         with progress(f"rung {rung}", requests) as bar:

@@ -62,6 +62,7 @@ def make_workload(name: str, **settings) -> list[WorkItem]:
     if missing := [setting for setting, p in known.items() if p.default is p.empty and setting not in settings]:
         raise ValueError(f"workload {name!r} needs {', '.join(missing)}")
     check_at_least(1, requests=settings.get("requests"))
+    check_at_least(0, seed=settings.get("seed"))
     check_positive(rate=settings.get("rate"), scale=settings.get("scale"))
     return WORKLOADS[name](**settings)
 
@@ -167,7 +168,8 @@ def at_quantiles(table: Sequence[int], shares: np.ndarray) -> np.ndarray:
 
 
 def lognormal(
-    cv: float, requests: int = 64, mean_tokens: int = 64, prompt_tokens: int = 32, scale: float = 1.0, seed: int = 0
+    cv: float = 1.0, requests: int = 64, mean_tokens: int = 64, prompt_tokens: int = 32, scale: float = 1.0,
+    seed: int = 0,
 ) -> list[WorkItem]:
     """All at once; equal prompts, and answers whose standard deviation is `cv` times their mean.
 
@@ -218,15 +220,15 @@ def trace(
 ) -> list[WorkItem]:
     """A CSV file with a header, whose columns are arrival (a date, or seconds), context tokens and generated tokens.
 
-    ValueError names the first line that is not so.
+    The first to arrive, wherever it stands, arrives at 0. ValueError names the first line that is not so.
     """
     draw, ids = np.random.default_rng(seed), ids or random_ids
-    with open(path, newline="", encoding="utf-8") as file:
+    with open(path, newline="", encoding="utf-8", errors="replace") as file:
         rows = [_trace_row(path, number, row) for number, row in enumerate(csv.reader(file), start=1) if number > 1]
     if not rows:
         raise ValueError(f"{path} holds no request: a header, then lines of arrival, context and generated tokens")
     rows = rows[:requests]
-    start, cap = rows[0][0], scaled(max(answer for _, _, answer in rows), scale)
+    start, cap = min(arrival for arrival, _, _ in rows), scaled(max(answer for _, _, answer in rows), scale)
     return [
         WorkItem(arrival - start, ids(draw, prompt, scale), cap, scaled(answer, scale))
         for arrival, prompt, answer in rows
@@ -236,7 +238,10 @@ def trace(
 def _trace_row(path: str | Path, number: int, row: Sequence[str]) -> tuple[float, int, int]:
     """One line of a trace: seconds, tokens of context, generated tokens."""
     try:
-        return _seconds(row[0]), int(row[1]), int(row[2])
+        arrival, prompt, answer = _seconds(row[0]), int(row[1]), int(row[2])
+        if not (math.isfinite(arrival) and prompt >= 0 and answer >= 0):
+            raise ValueError
+        return arrival, prompt, answer
     except (ValueError, IndexError):
         raise ValueError(f"{path}, line {number}: {row} is no arrival, context tokens, generated tokens") from None
 
