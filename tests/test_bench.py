@@ -102,6 +102,15 @@ def test_a_request_that_cannot_run_is_refused_before_the_others_run():
     assert not steps
 
 
+@pytest.mark.parametrize("loop", ([], ["--clients", "2"]), ids=["at once", "closed loop"])
+def test_a_workload_that_is_too_long_is_refused_with_the_option_that_shrinks_it(loop, monkeypatch, capsys):
+    monkeypatch.setitem(PRESETS, "tiny", tiny_config("t8-2", vocab_size=10_001, max_position_embeddings=64))
+    monkeypatch.setattr(bench_module, "measure_ceilings", lambda device, dtype: CEILINGS)
+    assert main(["bench", "chat", "--model", "random:tiny", "--requests", "3", *loop]) == 2
+    error = capsys.readouterr().err
+    assert "> context 64" in error and "--scale 0.1" in error
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [(dict(kv_memory=5), "holds no block"), (dict(kv_memory=20_000, max_tokens=200), "the pool has"),

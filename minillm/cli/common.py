@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tqdm import tqdm
@@ -56,6 +58,17 @@ def workload_settings(arguments) -> dict:
         raise ValueError("--clients asks again once answered, and has no --rate: leave one of them")
     asked = {"requests": arguments.requests, "rate": arguments.rate, "path": arguments.trace}
     return {name: value for name, value in asked.items() if value is not None} | {"scale": arguments.scale}
+
+
+@contextmanager
+def lengths_that_fit() -> Iterator[None]:
+    """A workload's request that can never run is refused with the option that makes it shorter."""
+    from minillm.ladder.request import RequestError
+
+    try:
+        yield
+    except RequestError as error:
+        raise ValueError(f"{error}. --scale 0.1 makes all prompts and answers a tenth as long") from None
 
 
 def write(arguments, measurement, result: dict) -> None:

@@ -12,6 +12,7 @@ from minillm.cli.common import (
     add_outputs,
     add_workload,
     bar,
+    lengths_that_fit,
     print_summary,
     workload_settings,
     write,
@@ -216,7 +217,7 @@ def _bench(arguments) -> int:
             arguments.against, bar, **({} if arguments.kv_format == "auto" else {"kv_format": arguments.kv_format}),
         )
     else:
-        with on_terminal(arguments.workload) as show:
+        with lengths_that_fit(), on_terminal(arguments.workload) as show:
             settings["watch"] = Gauges(show)
             result = bench(arguments.workload, arguments.model, arguments.against, arguments.repeats, bar, **settings)
     print(f"{arguments.workload} on {arguments.model}, {result.provenance.dtype}, {result.provenance.device}")
@@ -244,7 +245,7 @@ def _bench_loop(arguments, settings: dict) -> int:
         what = "--against" if arguments.against else "decode"
         raise ValueError(f"{what} has no --rate and no --clients: leave them out, or {what}")
     items, model = make_workload(arguments.workload, **settings), load_model(arguments.model)
-    with on_terminal(f"{arguments.workload}, {len(items)} requests") as show:
+    with lengths_that_fit(), on_terminal(f"{arguments.workload}, {len(items)} requests") as show:
         found = bench_loop(items, model, arguments.clients, Gauges(show))
     device = device_name(model.device)
     print(f"{arguments.workload} on {arguments.model} on {device}, {_loop(arguments)}")
