@@ -171,6 +171,29 @@ def test_steps_run_at_once_are_the_steps_that_would_have_been_run_one_by_one(set
     together.check_invariants()
 
 
+WHOLE = {"chunked_prefill": False, "max_step_tokens": 16}
+
+
+@pytest.mark.parametrize(
+    ("settings", "requests"),
+    [
+        ({"kv_memory": 6 * 16 * TOKEN_BYTES}, [(16, 60, 0.0), (16, 60, 0.0)]),  # the second is sent away for a block
+        (WHOLE, [(4, 40, 0.0), (16, 9, 5.0), (16, 9, 5.0)]),  # the third needs a step to itself, which is the next
+        ({"batching": "static", **WHOLE}, [(16, 9, 0.0)] * 3),  # the third is in the batch, and not in each step
+    ],
+    ids=["one was preempted", "one waits for budget", "one runs without a row"],
+)
+def test_a_step_that_the_next_one_will_not_be_like_is_run_once(settings, requests):
+    engines = [virtual_engine(SECOND, **settings) for _ in range(2)]
+    for engine, until in zip(engines, (None, 1e3), strict=True):
+        for number, (prompt, answer, arrival) in enumerate(requests):
+            engine.add([number] * prompt, SamplingParams(max_tokens=answer), number, arrival)
+        while engine.has_work:
+            engine.step(until)
+    alone, together = (engine.records for engine in engines)
+    assert together.steps == alone.steps and together.requests == alone.requests
+
+
 def test_a_step_runs_on_until_somebody_arrives_or_ends_and_no_further():
     engine = virtual_engine(SECOND)
     engine.add([1], SamplingParams(max_tokens=10), request_id="a")
