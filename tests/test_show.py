@@ -167,13 +167,16 @@ def test_a_title_of_any_length_stays_inside_its_figure(inches):
             assert title_of(figure).split() == ["WIDE", "1,024,288"] * words
 
 
-def test_the_names_of_many_lines_stand_beside_them():
-    for number, outside in ((plots.MANY, False), (plots.MANY + 1, True)):
-        with plots.drawing() as (figure, axes):
-            plots.draw_curves(axes[0, 0], {f"line {i}": ([1, 2, 4], [i, 9 - i, i]) for i in range(number)})
-            figure.draw_without_rendering()
-            names, lines = axes[0, 0].get_legend().get_window_extent(), axes[0, 0].get_window_extent()
-            assert (names.x0 >= lines.x1) == outside and names.x1 <= figure.bbox.width
+@pytest.mark.parametrize("count, beside", [(2, False), (6, True)])
+def test_no_line_runs_through_the_names_of_the_lines(count, beside):
+    """Two level lines leave room between them; six that cross everywhere leave none."""
+    ys = [[1, 1, 1], [5, 5, 5]] if count == 2 else [[i, 5 - i, i] for i in range(6)]
+    figure = plots.curves({f"line {i}": ([1, 2, 4], each) for i, each in enumerate(ys)}, "title", "x", "y")
+    figure.draw_without_rendering()
+    names, area = figure.axes[0].get_legend().get_window_extent(), figure.axes[0].get_window_extent()
+    assert (names.x0 >= area.x1) == beside and names.x1 <= figure.bbox.width
+    for line in figure.axes[0].lines:
+        assert not line.get_transform().transform_path(line.get_path()).intersects_bbox(names, filled=False)
 
 
 def test_a_figure_is_closed_so_that_running_a_cell_again_stacks_nothing_up():

@@ -33,7 +33,6 @@ from minillm.measure.knee import knee_of
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999933")
 GREY, LIGHT = "#7F7F7F", "#E8E8E8"
 HATCH = "////"
-MANY = 4  # lines, from one more on their names stand outside
 STYLE = {
     "font.size": 11,
     "axes.titlesize": 11,
@@ -377,14 +376,12 @@ def curves(
         headline(figure, title)
         if from_zero and not log_y:
             axes[0, 0].set_ylim(bottom=0)
+        clear_names(axes[0, 0])
     return figure
 
 
 def draw_curves(ax: Axes, series: Mapping, log_x: bool = False, log_y: bool = False) -> None:
-    """The lines alone, on axes of the caller's; ticks stand where there are points.
-
-    The names of many lines stand beside the axes: among so many no corner is sure to be empty.
-    """
+    """The lines alone, on axes of the caller's; ticks stand where there are points."""
     for number, (name, (xs, ys)) in enumerate(series.items(), start=1):
         ax.plot(xs, ys, color=colour(number), marker="osD^vP"[(number - 1) % 6], label=name,
                 linestyle=("-", "--", "-.", ":")[(number - 1) % 4])
@@ -401,10 +398,22 @@ def draw_curves(ax: Axes, series: Mapping, log_x: bool = False, log_y: bool = Fa
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter(thousands)  # a scale brings its own
         ax.yaxis.set_minor_locator(NullLocator())
-    if len(series) > MANY:
-        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    elif len(series) > 1:
+    if len(series) > 1:
         ax.legend()
+
+
+def clear_names(ax: Axes) -> None:
+    """Put the lines' names beside the axes, if even in the emptiest corner a line runs through them.
+
+    Call it last: it depends on limits and titles.
+    """
+    if (names := ax.get_legend()) is None:
+        return
+    ax.figure.draw_without_rendering()
+    box = names.get_window_extent()
+    paths = (line.get_transform().transform_path(line.get_path()) for line in ax.lines)
+    if any(path.intersects_bbox(box, filled=False) for path in paths):
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def cost_per_token(rows: Sequence[Mapping], title: str | None = None) -> Figure:
