@@ -223,6 +223,28 @@ def test_the_verdict_names_what_was_measured_or_what_is_missing(tmp_path, claim)
     assert finding.verdict == NOT_MEASURED and JUDGED[claim].experiment in finding.measured
 
 
+@pytest.mark.parametrize("claim", PLANTED)
+def test_rows_that_were_edited_cost_a_claim_its_verdict_and_nobody_theirs(tmp_path, claim):
+    rows, (_, column, _) = PLANTED[claim]
+    record(tmp_path, claim, rows)
+    (path,) = tmp_path.glob("*/*.json")
+    stored = json.loads(path.read_text())
+    for damage in ({}, [], "x", None):
+        path.write_text(json.dumps({**stored, "rows": [{**row, column: damage} for row in rows]}))
+        (finding,) = find_all(tmp_path, (JUDGED[claim],))
+        assert finding.measured
+    path.write_text(json.dumps({**stored, "rows": [{k: v for k, v in row.items() if k != column} for row in rows]}))
+    (finding,) = find_all(tmp_path, (JUDGED[claim],))
+    assert finding.verdict == NOT_MEASURED and JUDGED[claim].experiment in finding.measured
+
+
+def test_a_verdict_on_rows_that_a_budget_cut_says_so(tmp_path):
+    for rows in (CURVE, []):
+        Measurement(JUDGED["B1"].experiment, source(), rows, cut_at_s=60.0).save(tmp_path)
+        (finding,) = find_all(tmp_path, (JUDGED["B1"],))
+        assert finding.measured.endswith("cut at its budget of 60 s: rows are missing")
+
+
 def test_codes_are_judged_over_all_lengths_since_one_has_few():
     """D5: in one length int4 finds fewer than fp32, in the other more; over both it loses nothing."""
     rows = [row | {"copied_percent": 57.0, "found_in_512_percent": 50.0} for row in KV_FORMATS]

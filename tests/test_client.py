@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain, repeat
 
 import pytest
 from serving import make_engine
@@ -164,6 +165,15 @@ def keeps_alive(handler: BaseHTTPRequestHandler) -> None:
             handler.wfile.write(b": still here\n\n")
 
 
+def never_ends(handler: BaseHTTPRequestHandler, *first: str) -> None:
+    """Tokens for as long as anybody listens, whatever was asked; perhaps behind a whole answer."""
+    handler.send_response(200)
+    handler.end_headers()
+    with suppress(OSError):
+        for line in chain(first, repeat(event("a"))):
+            handler.wfile.write(f"data: {line}\n\n".encode())
+
+
 def claims_gzip(handler: BaseHTTPRequestHandler) -> None:
     handler.send_response(200)
     handler.send_header("Content-Encoding", "gzip")
@@ -186,6 +196,10 @@ def claims_gzip(handler: BaseHTTPRequestHandler) -> None:
         (sends(*ANSWER[:2], usage(10**15)), "malformed: no count of tokens"),  # a list of so many would end the client
         (sends(*ANSWER[:2], "[" * 100_000), "malformed: not JSON"),
         (sends(*ANSWER[:2], '{"choices": ' + "9" * 5_000), "malformed: not JSON"),
+        (sends(*ANSWER[:2], usage(True)), "malformed: no count of tokens"),
+        (sends(*ANSWER, event("", finish_reason={"a": 1})), "malformed: a reason to finish that is no text"),
+        (lambda handler, body: never_ends(handler), "malformed: an answer without an end"),
+        (lambda handler, body: never_ends(handler, *ANSWER, END), "malformed: an answer without an end"),
         (sends(END), "malformed: an answer without a token"),
         (sends(*ANSWER[:2], done=False), "cut off"),
         (sends(*ANSWER), "cut off"),  # it says that it is done, but not why

@@ -52,6 +52,7 @@ def check_verdicts(name: str, root) -> None:
     claims = tuple(claim for claim in LEDGER if claim.id in EXPERIMENTS[name].claims)
     for finding in find_all(root, claims):
         assert "no row with" not in finding.measured, "the verdict looks for rows under other names"
+        assert "not what its rule reads" not in finding.measured
         if finding.kind in (VIRTUAL, EXACT):
             assert finding.verdict in (HOLDS, CONDITION), f"{finding.claim.id}: {finding.measured}"
 

@@ -71,8 +71,11 @@ def test_a_file_that_is_no_measurement_says_so(tmp_path):
 @pytest.mark.parametrize(
     "damage",
     [lambda text: "", lambda text: text[: len(text) // 2], lambda text: "[1, 2]", lambda text: "\x89PNG",
-     lambda text: text.replace('"rows": []', '"rows": [3]'), lambda text: text.replace('"rows": []', '"rows": 3')],
-    ids=["empty", "cut off", "a list", "a picture", "a row that is none", "rows that are none"],
+     lambda text: text.replace('"rows": []', '"rows": [3]'), lambda text: text.replace('"rows": []', '"rows": 3'),
+     lambda text: text.replace('"cut_at_s": null', '"cut_at_s": [3]'),
+     lambda text: text.replace('"driver": "', '"driver": 5, "date": "')],
+    ids=["empty", "cut off", "a list", "a picture", "a row that is none", "rows that are none", "a budget that is none",
+         "a driver that is none"],
 )
 def test_a_damaged_file_is_refused_by_its_name_and_costs_one_claim_its_verdict(damage, tmp_path):
     path = Measurement("decode_step", HERE).save(tmp_path)

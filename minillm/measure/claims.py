@@ -136,10 +136,20 @@ def _of_file(claim: Claim, file: Path, root: Path) -> Finding:
         return Finding(claim, file.parent.name, "", NOT_MEASURED, f"refused: {error}")
     where, cut = (run.provenance.device, kind_of(run)), f"; {run.missing}" * bool(run.missing)
     try:
-        verdict = claim.judge(run.rows)
+        verdict = judged(claim, run.rows)
     except Missing as error:
         return Finding(claim, *where, NOT_MEASURED, f"{error}, in the rows of {claim.experiment}{cut}")
     return Finding(claim, *where, verdict.word, verdict.measured + cut)
+
+
+def judged(claim: Claim, rows: Rows) -> Verdict:
+    """The claim's verdict. Missing where rows are too few, or have not what its rule reads, as in an edited file."""
+    try:
+        return claim.judge(rows)
+    except Missing:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise Missing(f"not what its rule reads ({type(error).__name__}: {error})") from error
 
 
 def kind_of(run: Measurement) -> str:

@@ -36,6 +36,7 @@ from minillm.measure.workload import WorkItem
 from minillm.model.config import check_at_least, check_positive
 
 OnChange = Callable[[dict], None]
+EVENTS_PER_TOKEN = 4  # more than any server sends: behind so many, an answer has no end
 
 
 class Fault(Exception):
@@ -167,7 +168,8 @@ async def answer(
         ):
             if response.status_code != 200:
                 raise Fault(f"server error {response.status_code}")
-            async for event in events(response):
+            most = EVENTS_PER_TOKEN * item.output_tokens + 64
+            async for event in events(response, most):
                 patience.reschedule(now() + server.patience_s)
                 before = life.output_tokens
                 read_event(event, life, time.perf_counter(), item.output_tokens)
@@ -187,8 +189,8 @@ async def answer(
     return life
 
 
-async def events(response: httpx.Response) -> AsyncIterator[dict]:
-    """The events of a stream (server-sent events: lines `data: ...`), up to `[DONE]`."""
+async def events(response: httpx.Response, most: int) -> AsyncIterator[dict]:
+    """The events of a stream (server-sent events: lines `data: ...`), up to `[DONE]`; Fault if they are over `most`."""
     async for line in response.aiter_lines():
         name, _, data = line.partition(":")
         if name != "data":  # an empty line, a comment, or another field
@@ -201,6 +203,9 @@ async def events(response: httpx.Response) -> AsyncIterator[dict]:
             raise Fault("malformed: not JSON") from None
         if not isinstance(event, dict):
             raise Fault("malformed: not an object")
+        most -= 1
+        if most < 0:
+            raise Fault("malformed: an answer without an end")
         yield event
 
 
@@ -219,13 +224,16 @@ def read_event(event: dict, life: RequestRecord, now: float, most: int) -> None:
         if not isinstance(choice, dict) or not isinstance(choice.get("text"), str):
             raise Fault("malformed: a choice without text")
         text += choice["text"]
-        life.finish_reason = choice.get("finish_reason") or life.finish_reason
+        reason = choice.get("finish_reason")
+        if not isinstance(reason, str | None):
+            raise Fault("malformed: a reason to finish that is no text")
+        life.finish_reason = reason or life.finish_reason
         life.finish = now
     if not usage:
         life.token_times += [now] * bool(text)
         return
     told = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    if not isinstance(told, int) or not 0 <= told <= most:
+    if type(told) is not int or not 0 <= told <= most:  # True is an int to isinstance
         raise Fault("malformed: no count of tokens")
     # tokens that only the last count tells of came with the text before it
     late = life.finish_reason and not text and life.token_times

@@ -21,6 +21,8 @@ from statistics import median
 
 import torch
 
+from minillm.model.config import check_at_least
+
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 MEASUREMENTS = (CHECKOUT if (CHECKOUT / "notebooks").is_dir() else Path()) / "notebooks" / "measurements"
 VIRTUAL, EXACT = "virtual time", "arithmetic"  # in place of a device: simulated, and counted or reckoned
@@ -83,6 +85,9 @@ class Provenance:
     bandwidth_gb_per_s: float | None = None  # the device's, as measured: what no row may exceed
 
 
+TEXTS = ("device", "driver", "torch", "dtype", "model", "commit", "date")  # of a provenance
+
+
 @dataclass(frozen=True)
 class Measurement:
     """An experiment's rows and their provenance.
@@ -138,8 +143,11 @@ class Measurement:
         absent = {"commit": "", "device": ""}  # what a file leaves out, `check` misses
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
-            source = Provenance(**absent | stored["provenance"])
-            measurement = cls(stored["experiment"], source, stored["rows"], stored.get("cut_at_s"))
+            source, cut_at_s = Provenance(**absent | stored["provenance"]), stored.get("cut_at_s")
+            if wrong := [name for name in TEXTS if not isinstance(getattr(source, name), str)]:
+                raise TypeError(f"{', '.join(wrong)} of its provenance is no text")
+            check_at_least(0, cut_at_s=cut_at_s)
+            measurement = cls(stored["experiment"], source, stored["rows"], cut_at_s)
             measurement.check()
         except MeasurementError:
             raise

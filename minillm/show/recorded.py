@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from minillm.measure.claims import LEDGER, Claim, Finding, find_all
+from minillm.measure.claims import LEDGER, Claim, Finding, find_all, judged
 from minillm.measure.measurement import EXACT, MEASUREMENTS, SEE_ROWS, VIRTUAL, Measurement
 from minillm.measure.verdicts import NOT_MEASURED, Missing, Rows
 from minillm.show.tables import filled, text_table
@@ -64,7 +64,7 @@ def ledger(here: Mapping[str, Rows | None], root: Path = MEASUREMENTS) -> str:
 def verdict_on(claim: Claim, rows: Rows) -> str:
     """The ledger's own verdict on rows, in words; what is missing, where they are too few to tell."""
     try:
-        verdict = claim.judge(rows)
+        verdict = judged(claim, rows)
     except Missing as missing:
         return f"{NOT_MEASURED}: {missing}"
     return f"{verdict.word}: {verdict.measured}"
