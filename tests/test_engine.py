@@ -108,6 +108,14 @@ def test_the_name_of_a_model_is_none():
         Engine(None)
 
 
+def test_prompts_may_come_one_by_one_but_must_come():
+    prompts = ([1, 2, 3] for _ in range(2))
+    assert [answer.token_ids for answer in fake_engine().generate(prompts, params(3))] == [
+        expected_output((1, 2, 3), 3)] * 2
+    with pytest.raises(RequestError, match="3.5 is no list of prompts"):
+        fake_engine().generate(3.5, params(3))
+
+
 def test_one_string_is_not_a_list_of_prompts():
     with pytest.raises(RequestError, match="one string"):
         fake_engine(tokenizer=FakeTokenizer()).generate("abc")
@@ -517,7 +525,8 @@ def test_a_wrong_setting_is_named_with_the_right_ones(settings, message):
      dict(top_k=0), dict(top_p=0.0), dict(top_p=1.1), dict(stop_after=0), dict(stop=["a", ""]), dict(stop=[7]),
      dict(max_tokens=2.5), dict(max_tokens=None), dict(top_k=1.5), dict(top_p=float("nan")), dict(seed="7"),
      dict(stop_after=2.5), dict(stop_ids=5), dict(stop_ids="ab"), dict(stop_ids=True), dict(stop=7), dict(stop=True),
-     dict(temperature="0.7"), dict(temperature=None), dict(top_p="1")],
+     dict(temperature="0.7"), dict(temperature=None), dict(top_p="1"), dict(max_tokens=np.array([1, 2])),
+     dict(temperature=torch.tensor([0.1, 0.2])), dict(stop=np.array([1, 2]))],
     ids=str,
 )
 def test_params_that_cannot_be_meant_are_refused_by_name(wrong):

@@ -471,6 +471,10 @@ class Engine:
         """One request a prompt, all checked; RequestError names the index of a bad one."""
         if isinstance(prompts, str):
             raise RequestError("prompts is one string; pass a list of prompts")
+        try:
+            prompts = list(prompts)
+        except TypeError:
+            raise RequestError(f"prompts {prompts!r} is no list of prompts") from None
         every = [params or SamplingParams()] * len(prompts) if not isinstance(params, (list, tuple)) else list(params)
         if len(every) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts, but {len(every)} SamplingParams; give one, or one for each")

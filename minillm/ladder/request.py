@@ -49,10 +49,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         one = isinstance(self.stop, str) or not isinstance(self.stop, Iterable | None)
-        object.__setattr__(self, "stop", (self.stop,) if one else tuple(self.stop or ()))
+        object.__setattr__(self, "stop", (self.stop,) if one else tuple(() if self.stop is None else self.stop))
         for name in ("max_tokens", "top_k", "seed", "stop_after"):
             value = getattr(self, name)
-            if not (hasattr(value, "__index__") or (value is None and name != "max_tokens")):
+            whole = is_number(value) and hasattr(value, "__index__")
+            if not (whole or (value is None and name != "max_tokens")):
                 raise RequestError(f"{name} {value!r} is no whole number")
         for name in ("temperature", "top_p"):
             value = getattr(self, name)

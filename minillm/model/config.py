@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -33,8 +34,8 @@ def check_positive(**settings: float | None) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Whether it can be compared with one: Python's, numpy's or torch's; a text of digits cannot."""
-    return hasattr(value, "__float__") or hasattr(value, "__index__")
+    """Whether it is one number, of Python, numpy or torch: not a text of digits, and not several."""
+    return isinstance(value, Real) or getattr(value, "ndim", None) == 0
 
 
 @dataclass(frozen=True)
