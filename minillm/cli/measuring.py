@@ -176,8 +176,8 @@ def add_bench(commands) -> None:
                     "come as to a server, once, and the figures are those that --url gives of a server.",
     )
     parser.add_argument("workload", nargs="?", default="peers",
-                        help="decode: steps by batch, beside the device's limits; or one of minillm.measure.workload "
-                             "(default: peers)")
+                        help="decode: steps by batch, beside the device's limits; or a workload, such as chat (an "
+                             "unknown name lists them; default: peers)")
     add_model(parser)
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--against", choices=["transformers"], help="run it too, in turns, in this process")
