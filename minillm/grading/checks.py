@@ -26,6 +26,7 @@ import contextlib
 import math
 import os
 import random
+import re
 import signal
 import sysconfig
 import threading
@@ -243,11 +244,15 @@ def learners_frames(error: BaseException, check: Check) -> list[traceback.FrameS
     return [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
 
 
+NO_CALL = re.compile(r"not callable|\(\) (takes|missing|got)")  # how Python words a call with the wrong arguments
+
+
 def learners_traceback(error: BaseException, check: Check) -> str:
     """The learner's own lines of the traceback, and the error."""
     frames, last = learners_frames(error, check), traceback.format_exception_only(error)
     if not frames:
-        return "What came back could not be used:\n" + "".join(last)
+        uncalled = isinstance(error, TypeError) and NO_CALL.search(str(error))
+        return f"{'It could not be called' if uncalled else 'What came back could not be used'}:\n" + "".join(last)
     return "".join(["Traceback, your own lines:\n", *traceback.format_list(frames), *last])
 
 

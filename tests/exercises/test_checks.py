@@ -77,6 +77,19 @@ def test_an_answer_of_the_wrong_kind_is_no_crash(double, capsys):
     assert "42" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("answer", [7, lambda: 1, lambda x, y: x])
+def test_an_answer_that_cannot_be_called_so_is_told_that_it_cannot(double, capsys, answer):
+    assert not check("double", answer).passed
+    out = capsys.readouterr().out
+    assert "It could not be called:" in out and "What came back" not in out
+
+
+def test_what_came_back_and_cannot_be_used_is_called_that(double, capsys):
+    assert not check("double", lambda x: 42 if x == 21 else "a").passed
+    out = capsys.readouterr().out
+    assert "What came back could not be used:" in out and "called" not in out
+
+
 def test_of_several_failures_the_first_is_explained(double, capsys):
     @double.check(mistake="It adds.", look="'Doubling'")
     def third(double):
