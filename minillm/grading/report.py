@@ -28,6 +28,7 @@ a { color: #0b57a4; }
 
 
 def percent(points: int, out_of: int) -> float:
+    """Points as per cent of what could be had; 0 of nothing."""
     return 100 * points / out_of if out_of else 0.0
 
 
@@ -97,6 +98,7 @@ def graded(learners: Sequence[Learner]) -> list[Exercise]:
 
 
 def page(title: str, *parts: str) -> str:
+    """A whole HTML page of these parts."""
     title = html.escape(title)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
@@ -105,11 +107,13 @@ def page(title: str, *parts: str) -> str:
 
 
 def table(head: Sequence[str], body: Sequence[str]) -> str:
+    """An HTML table of titles and finished rows."""
     titles = "".join(f'<th scope="col">{html.escape(title)}</th>' for title in head)
     return f"<table><thead><tr>{titles}</tr></thead><tbody>\n" + "\n".join(body) + "\n</tbody></table>"
 
 
 def score_cell(points: int, out_of: int, link: str = "") -> str:
+    """A table's cell with the per cent, coloured by all, some or none."""
     share = percent(points, out_of)
     kind = "ok" if share == 100 else "no" if share == 0 else "some"
     text = f"{share:.0f}"
@@ -164,6 +168,7 @@ def learner_page(learner: Learner) -> str:
 
 
 def outcome_row(task: str, outcome: Outcome) -> str:
+    """A table's row for one check: what it asks, how it went, and why."""
     kind, said = MARK[outcome.passed]
     why = html.escape(outcome.message) if outcome.passed is False else ""
     detail = f"<pre>{html.escape(outcome.detail)}</pre>" if outcome.detail else ""
@@ -172,4 +177,5 @@ def outcome_row(task: str, outcome: Outcome) -> str:
 
 
 def notes(lines: Sequence[str]) -> str:
+    """Remarks as an HTML list; nothing where there are none."""
     return "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in lines) + "</ul>" if lines else ""

@@ -237,6 +237,7 @@ def child(sender, path: str, exercise: str, skip_cells: dict[int, str], done: li
 
 
 def grade_task(task: Task, submission: Submission, answers: Answers, limits: Limits) -> Iterator[Outcome]:
+    """The outcomes of a task's checks on its answer, or why there is no answer."""
     answer, why = find_answer(task, submission, answers)
     if why:
         yield from refused(task, why)

@@ -19,6 +19,7 @@ SERVED = (960, 1_920, 3_840)  # whole batches
 
 
 def new_engine(max_batch: int) -> Engine:
+    """An engine whose model computes nothing."""
     executor = NoForward(ModelConfig.preset(PRESET))
     return Engine(None, executor=executor, max_batch=max_batch, max_step_tokens=2048, records="summary")
 

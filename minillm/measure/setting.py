@@ -31,6 +31,7 @@ Progress = Callable[[str, int], AbstractContextManager[Any]]  # (label, total) -
 
 
 def silent(label: str, total: int) -> AbstractContextManager[_Silent]:
+    """A progress bar where nobody looks."""
     return nullcontext(_Silent())
 
 

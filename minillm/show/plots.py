@@ -93,6 +93,7 @@ def thousands(value: float, place: int = 0) -> str:
 
 
 def darker(shade: str) -> tuple[float, ...]:
+    """The same colour in a darker shade."""
     return tuple(0.55 * part for part in to_rgb(shade))
 
 

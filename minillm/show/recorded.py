@@ -36,6 +36,7 @@ def heading(run: Measurement) -> str:
 
 
 def on_gpu(run: Measurement) -> bool:
+    """Whether a CUDA device made it."""
     return "CUDA" in run.provenance.driver
 
 

@@ -135,6 +135,7 @@ moved = Task(
 
 
 def least_bytes(weight_bytes: int, contexts: list[int]) -> float:
+    """What the package says that a step over these contexts reads at the least."""
     return least_work(WIDE, "fp32", StepShape.decode(contexts), weight_bytes).bytes
 
 

@@ -138,6 +138,7 @@ class Strong(RandomTensors):
 
 @cache
 def small_model() -> Llama:
+    """Two layers of random weights, strong enough that every token counts."""
     config = ModelConfig(97, 32, 48, 2, 4, 2, 8, max_position_embeddings=64)
     return Llama(config, Strong(config, "cpu", torch.float32, seed=3))
 
@@ -164,6 +165,7 @@ def run(decode, prompt: list[int], max_tokens: int, stop_ids=()) -> tuple[list[i
 
 
 def recomputed(prompt: list[int], max_tokens: int, stop_ids=()) -> list[int]:
+    """The truth: the tokens of a loop without a cache."""
     return list(decode_recomputing(small_model(), prompt, max_tokens, stop_ids))
 
 

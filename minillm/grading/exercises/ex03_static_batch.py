@@ -33,6 +33,7 @@ def draws(seed: int, number: int = 6) -> list[tuple[list[int], int]]:
 
 
 def shown(lengths: list[int], batch: int) -> str:
+    """What was asked, for a learner to read."""
     return f"lengths {lengths}, batches of {batch}"
 
 

@@ -60,6 +60,7 @@ def step(scheduler, seen: Callable[[list], None] = lambda rows: None) -> Fed:
 
 
 def filled(Scheduler, max_batch: int, budget: int, *requests: Request):
+    """A learner's scheduler with these requests in its queue."""
     scheduler = Scheduler(max_batch, budget)
     for request in requests:
         scheduler.add(request)

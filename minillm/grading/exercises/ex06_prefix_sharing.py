@@ -13,6 +13,7 @@ A = [1, 2, 3, 4, 5, 6, 7, 8]  # two blocks
 
 
 def blocks_for(tokens: Sequence[int]) -> int:
+    """How many blocks hold these tokens."""
     return -(-len(tokens) // SIZE)
 
 

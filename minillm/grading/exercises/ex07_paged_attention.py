@@ -144,6 +144,7 @@ def truth(q: Tensor, keys: Tensor, values: Tensor, table: list[int], num_tokens:
 
 
 def agrees(answer, q: Tensor, keys: Tensor, values: Tensor, table: list[int], num_tokens: int) -> bool:
+    """Whether an answer gives the truth, on copies that it may spoil."""
     got = answer(q.clone(), keys.clone(), values.clone(), list(table), num_tokens)
     return close(got, truth(q, keys, values, table, num_tokens), TOLERANCE)
 

@@ -64,6 +64,7 @@ def nearest(x: float, values: list[float]) -> float:
 
 
 def from_int8(encoded: tuple[Tensor, Tensor]) -> Tensor:
+    """Codes [..., D] and their scales [...] as the numbers they stand for."""
     codes, scales = encoded
     return codes.double() * scales.double()[..., None]
 

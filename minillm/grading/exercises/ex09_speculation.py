@@ -108,6 +108,7 @@ def no_drafts(answer):
 
 
 def tenths(*numbers: int) -> Tensor:
+    """A distribution written in tenths."""
     return torch.tensor(numbers, dtype=torch.float32) / 10
 
 
@@ -157,6 +158,7 @@ def equal(answer):
 
 
 def rows(*distributions: tuple[int, ...]) -> Tensor:
+    """Distributions written in tenths, one a row."""
     return torch.stack([tenths(*numbers) for numbers in distributions])
 
 

@@ -233,6 +233,7 @@ def summary_by_metrics(records: list[RequestRecord]) -> dict:
 
 
 def agrees(answer, records: list[RequestRecord], keys: tuple[str, ...], asked: str) -> None:
+    """Expect these keys of an answer to be those of the package's own metrics."""
     got, want = answer(list(records)), summary_by_metrics(records)
     for key in keys:
         same = got[key] is None if want[key] is None else close(got[key], want[key], TOLERANCE)
