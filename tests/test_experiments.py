@@ -15,7 +15,6 @@ from minillm.measure.claims import LEDGER, find_all
 from minillm.measure.experiments import EXPERIMENTS, Experiment, run_experiment
 from minillm.measure.knee import knee_of
 from minillm.measure.measurement import EXACT, VIRTUAL, Measurement, MeasurementError, measurement_path
-from minillm.measure.prediction import ALLOWED, error_rows
 from minillm.measure.roofline import Ceilings
 from minillm.measure.setting import Setting
 from minillm.measure.speculation import ADAPTIVE
@@ -198,12 +197,6 @@ def test_measuring_the_knee_draws_it_beside_the_file(tmp_path, capsys, smollm2_d
     assert main(["measure", "knee", "--quick"]) == 0
     (picture,) = tmp_path.glob("measurements/*/knee.png")
     assert picture.stat().st_size > 10_000 and "<- knee" in capsys.readouterr().out
-
-
-def test_a_prediction_s_error_is_relative_and_has_a_sign():
-    rows = error_rows("load", dict.fromkeys(ALLOWED, 100.0), {"tokens_per_s": 104, "ttft_p50_s": 89, "itl_p50_s": 109})
-    assert [round(row["error_percent"], 6) for row in rows] == [4, -11, 9]
-    assert [row["within"] for row in rows] == [True, False, True]
 
 
 def test_fewer_layers_read_fewer_bytes_and_share_the_weights():

@@ -272,18 +272,6 @@ def test_a_fit_finds_what_the_form_lacks():
     assert form.seconds(twelve) < 0.93 * true.seconds(twelve), "else nothing was lacking"
 
 
-def test_a_swelling_load_has_steps_of_every_size():
-    items = chat(60, 4.0, 0.06)
-    swollen = swelling(items, 0.5, 2.0)
-    assert [item.prompt_ids for item in swollen] == [item.prompt_ids for item in items]
-    assert swollen[0].arrival == 2 * items[0].arrival
-    assert swollen[-1].arrival - swollen[-2].arrival == pytest.approx((items[-1].arrival - items[-2].arrival) / 2)
-    engine = virtual_engine(CostModel(ModelConfig.preset("smollm2-135m"), "fp32", 538e6, 25e9, 7e9, 190e9, 2e-3, 0.0),
-                            **LIMITS)
-    play(engine, swollen)
-    assert {step.rows.bit_length() for step in engine.records.steps} == {1, 2, 3, 4, 5}  # 1 row, 2 to 3, ... 16
-
-
 def errors(real, predicted):
     """Relative errors of throughput, p50 TTFT and p50 ITL."""
     return (

@@ -87,7 +87,7 @@ EXPERIMENTS = {
                    (), 10),
         Experiment("out_of_cache", memory.out_of_cache, "a server that refuses while it computes little", ("C4",), 2),
         Experiment("output_caps", memory.output_caps, "what a cap on answers saves", ("C9",), 2),
-        Experiment("virtual_prediction", prediction.virtual_prediction, "one run predicts others", (), 30),
+        Experiment("virtual_prediction", prediction.virtual_prediction, "one run predicts others", (), 130),
         Experiment("load_sweep", traffic.load_sweep, "one GPU from 1 to 256 clients", ("F1",), 2),
         Experiment("pools", traffic.pools, "chats and offline work, mixed and apart", ("F2",), 3),
         Experiment("caps_and_caching", traffic.caps_and_caching, "capped answers, cached prompts", ("F3",), 3),

@@ -8,17 +8,19 @@ A GPU hides the shorter behind the longer (overlap 1: the roofline). The cores o
 do both in turn (overlap 0), and gather the keys and values of a batch at a fraction of the
 bandwidth at which they read weights. The numbers are effective ones: taken from a data
 sheet, and then an estimate, or fitted to the recorded steps of a real run, and then good for
-other loads of the same model on the same machine. A fit also keeps by how much steps of so
-many tokens took longer than this form says, since a library's matrix product has a way of
-its own for every few sizes.
+other loads of the same model on the same machine. A fit also keeps two things that this form
+cannot say: by how much steps of so many tokens took longer, since a library's matrix product
+has a way of its own for every few sizes; and by how much like steps differed, since a machine's
+neighbours slow a few steps by much, which moves the mean and not the median.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import count, groupby, islice, pairwise, takewhile
+from itertools import count, groupby, islice, pairwise, repeat, takewhile
+from random import Random
 
 import numpy as np
 import torch
@@ -59,6 +61,7 @@ class CostModel:
 
     weight_bytes: those that a step reads. corrections: (tokens, factor) by which steps of so
     many tokens differ from the form above, in order of tokens; between two, on a straight line.
+    noise: factors, 1 in the mean, by which single steps came out longer or shorter than that.
     """
 
     config: ModelConfig
@@ -70,9 +73,10 @@ class CostModel:
     overhead_s: float
     overlap: float = 1.0
     corrections: tuple[tuple[float, float], ...] = ()
+    noise: tuple[float, ...] = field(default=(), repr=False)
 
     def seconds(self, shape: StepShape) -> float:
-        """The duration of one step."""
+        """The duration of one step, in the mean."""
         kv_bytes, per_token, per_logit, per_pair = self.unit_costs
         memory = self.weight_bytes / self.bytes_per_s + shape.stored * kv_bytes / self.kv_bytes_per_s
         flops = per_token * shape.tokens + per_logit * shape.due + per_pair * shape.pairs
@@ -81,6 +85,11 @@ class CostModel:
         if self.corrections:
             seconds *= float(np.interp(shape.tokens, *zip(*self.corrections, strict=True)))
         return seconds
+
+    def factors(self, seed: int = 0) -> Iterator[float]:
+        """What to multiply one step after another by: drawn from `noise`, or 1 where there is none."""
+        draw = Random(seed)
+        return (draw.choice(self.noise) for _ in count()) if self.noise else repeat(1.0)
 
     @cached_property
     def unit_costs(self) -> tuple[int, int, int, int]:
@@ -175,6 +184,7 @@ class VirtualExecutor:
 
     prompts_received: a prompt's keys and values arrive from elsewhere with the request, so
     that only the last token of a row is computed, unless the row was preempted and lost them.
+    seed: of the noise, if the cost has any.
     """
 
     def __init__(
@@ -183,8 +193,10 @@ class VirtualExecutor:
         clock: VirtualClock,
         prompts_received: bool = False,
         proposer: VirtualProposer | None = None,
+        seed: int = 0,
     ) -> None:
         self.cost, self.clock, self.prompts_received, self.proposer = cost, clock, prompts_received, proposer
+        self.factors = cost.factors(seed)
         self.config = replace(cost.config, vocab_size=1 << 62, eos_token_id=())  # room for all tokens given
         self.new_tokens = count(GIVEN_TOKENS)
 
@@ -194,7 +206,7 @@ class VirtualExecutor:
             self.proposer.propose(plan.rows)
             self.clock.advance(self.proposer.seconds(plan.rows))
         shape = StepShape.of([self._computed(row) for row in plan.rows])
-        self.clock.advance(self.cost.seconds(shape))
+        self.clock.advance(self.cost.seconds(shape) * next(self.factors))
         if plan.repeats:
             return self._repeat(plan)
         due = [row for row in plan.rows if row.due]
@@ -207,7 +219,7 @@ class VirtualExecutor:
         while len(plan.ends) < repeats and self.clock.time < plan.until:
             plan.ends.append(self.clock.time)
             stored += rows
-            self.clock.advance(self.cost.seconds(StepShape(rows, rows, stored, stored)))
+            self.clock.advance(self.cost.seconds(StepShape(rows, rows, stored, stored)) * next(self.factors))
         return [list(islice(self.new_tokens, len(plan.ends) + 1)) for _ in plan.rows]
 
     def _computed(self, row: Row) -> tuple[int, int, int]:
@@ -229,14 +241,15 @@ def virtual_engine(
     prompts_received: bool = False,
     proposer: VirtualProposer | None = None,
     draft_length: int = 4,
+    seed: int = 0,
     **settings,
 ) -> Engine:
-    """An engine on a virtual clock of its own; `settings` are the engine's."""
+    """An engine on a virtual clock of its own; `seed` and `settings` are the engine's."""
     clock = VirtualClock()
-    executor = VirtualExecutor(cost, clock, prompts_received, proposer)
+    executor = VirtualExecutor(cost, clock, prompts_received, proposer, seed)
     speculator = Speculator(proposer, draft_length) if proposer else None
     return Engine(
-        None, executor=executor, clock=clock, kv_format=cost.kv_format, speculator=speculator, **settings
+        None, executor=executor, clock=clock, kv_format=cost.kv_format, speculator=speculator, seed=seed, **settings
     )
 
 
@@ -249,7 +262,8 @@ def fit(records: Records, config: ModelConfig, kv_format: str, weight_bytes: flo
     The run should hold prompts as well as decodes, at several batch sizes: what it never did
     cannot be told apart, and stays near a first guess. Minimises the Huber loss of
     log(predicted / recorded), which a few stalled steps do not bend, then matches the time of
-    all but the stalled ones: in total, and by `corrections` for every doubling of tokens.
+    all but the stalled ones: in total, and by `corrections` for every doubling of tokens. What
+    differs between like steps then is the `noise`.
     Raises ValueError if fewer steps than numbers were recorded.
     """
     shapes, seconds = [shape_of(step) for step in records.steps], torch.tensor(step_seconds(records.steps)).double()
@@ -267,12 +281,13 @@ def fit(records: Records, config: ModelConfig, kv_format: str, weight_bytes: flo
     guess = torch.stack([fastest, fastest / weight_bytes, (seconds / flops).min(), fastest / 100]).log()
     guess = torch.cat([guess, guess.new_zeros(1)])
     parameters = minimise(lambda p: huber((predict(p) / seconds).log()) + FAINT * ((p - guess) ** 2).mean(), guess)
-    usual = seconds < 2 * predict(parameters)
+    usual = seconds < STALLED * predict(parameters)
     scale = float(seconds[usual].sum() / predict(parameters)[usual].sum())
     weights, per_kv_byte, per_flop, overhead = (parameters[:4].exp() * scale).tolist()
     speeds = weight_bytes / weights, 1 / per_kv_byte, 1 / per_flop
     form = CostModel(config, kv_format, weight_bytes, *speeds, overhead, overlap=float(parameters[4].sigmoid()))
-    return replace(form, corrections=corrections(form, shapes, seconds.tolist()))
+    cost = replace(form, corrections=corrections(form, shapes, seconds.tolist()))
+    return replace(cost, noise=noise(cost, shapes, seconds.tolist()))
 
 
 def corrections(
@@ -285,16 +300,22 @@ def corrections(
     steps = sorted((shape.tokens, taken, form.seconds(shape)) for shape, taken in zip(shapes, seconds, strict=True))
     found = []
     for _, same in groupby(steps, key=lambda step: step[0].bit_length()):
-        usual = [step for step in same if step[1] < 2 * step[2]]
+        usual = [step for step in same if step[1] < STALLED * step[2]]
         if usual:
             tokens, taken, predicted = map(sum, zip(*usual, strict=True))
             found.append((tokens / len(usual), 1 + (taken / predicted - 1) * len(usual) / (len(usual) + FEW)))
     return tuple(found)
 
 
+def noise(cost: CostModel, shapes: Sequence[StepShape], seconds: Sequence[float]) -> tuple[float, ...]:
+    """Recorded over predicted time of each step that did not stall, over their mean."""
+    ratios = [taken / cost.seconds(shape) for shape, taken in zip(shapes, seconds, strict=True)]
+    usual = [ratio for ratio in ratios if ratio < STALLED]
+    return tuple(ratio * len(usual) / sum(usual) for ratio in usual)
+
+
+STALLED = 3  # times what was predicted
 FEW = 4  # steps
-
-
 FAINT = 1e-6  # the pull towards the first guess
 
 

@@ -14,7 +14,7 @@ import csv
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from inspect import signature
@@ -24,7 +24,7 @@ from statistics import NormalDist
 import numpy as np
 
 from minillm.ladder.engine import Engine
-from minillm.ladder.request import RequestId, SamplingParams
+from minillm.ladder.request import RequestId, SamplingParams, TokenEvent
 from minillm.model.config import check_at_least, check_positive
 
 VOCAB = 10_000  # random prompts use ids under this one, which every real model has
@@ -76,10 +76,25 @@ def play(
     the closed loop with so many clients, and ignores the arrival times. watch: called after
     each step.
     """
+    outputs: list[list[int]] = [[] for _ in items]
+    for events in play_by_step(engine, items, clients, repeats=watch is None):
+        for item, event in events:
+            outputs[item] += event.token_ids
+        if watch:
+            watch(engine)
+    return outputs
+
+
+def play_by_step(
+    engine: Engine, items: Sequence[WorkItem], clients: int | None = None, repeats: bool = False
+) -> Iterator[list[tuple[int, TokenEvent]]]:
+    """The same, a step each time the iterator is asked: (number of the item, event) of what the step gave.
+
+    repeats: let an executor that can (`Engine.step`) run a step of decodes several times at once.
+    """
     check_at_least(1, clients=clients)
     start = engine.clock.now()
     coming = deque(sorted(range(len(items)), key=lambda i: items[i].arrival))
-    outputs: list[list[int]] = [[] for _ in items]
     asked: dict[RequestId, int] = {}
     while coming or engine.has_work:
         while coming:
@@ -90,13 +105,8 @@ def play(
                 break
             asked[engine.add(item.prompt_ids, item.params, arrival=arrival)] = coming.popleft()
         until = start + items[coming[0]].arrival if coming and clients is None else math.inf
-        for event in engine.step(until if watch is None else None):
-            outputs[asked[event.request_id]] += event.token_ids
-            if event.finished:
-                del asked[event.request_id]
-        if watch:
-            watch(engine)
-    return outputs
+        events = engine.step(until if repeats else None)
+        yield [(asked.pop(event.request_id) if event.finished else asked[event.request_id], event) for event in events]
 
 
 # -- the workloads --------------------------------------------------------------------------------

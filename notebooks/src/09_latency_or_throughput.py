@@ -34,7 +34,7 @@ from minillm.measure.setting import Setting
 from minillm.measure.workload import lognormal
 from minillm.show import service_plots
 from minillm.show.live import progress
-from minillm.show.recorded import ledger
+from minillm.show.recorded import ledger, recorded
 from minillm.show.source import show_source
 from minillm.show.tables import text_table
 
@@ -297,6 +297,26 @@ print("and about as many tokens are made, within a tenth:",
 # No prompt can disturb an answer any more. The price: one GPU for prompts in place of two, which shows in the p99 to
 # the first token; the transfer; and again a cut that must fit the traffic. Code completion (long prompts, short
 # answers) would leave the decoding GPU idle most of the time.
+#
+# ## How far to trust virtual time
+#
+# The queue, the batches and the memory above are the engine's own; the time of a step is a sum over a data sheet, and
+# so an estimate. Its form can be tested where there is a machine: record one run, fit the five numbers of the cost
+# model to its steps, let virtual time predict loads of other lengths, and run those as well. `minillm measure
+# virtual_prediction` does so. Predict: how many per cent off is the median time to the first token?
+
+# %%
+my_guess = {"TTFT p50, % off": None}
+
+# %%
+OFF = {"load": "load", "figure": "figure", "recorded": "recorded", "predicted": "predicted", "error_percent": "% off",
+       "allowed_percent": "% allowed", "apart_percent": "two runs apart, %"}
+print(recorded("virtual_prediction", OFF))
+
+# %% [markdown]
+# Each load ran twice, and the last column is by how much the two differed: no prediction can be better than that. All
+# five runs were played at once, a step of each in turn. One after the other they would have met different machines:
+# the speed of a shared one moves by tens of per cent within minutes, and no fit to one minute knows the next.
 #
 # ## Claims of the ledger that this page settles
 #
