@@ -145,12 +145,12 @@ def make_runs(
         engine.runs_ahead = False  # into another's turn
         return Run(engine, items, clients)
 
-    requests, scale = setting.size((150, 0.03), (150, 0.045), (200, 0.25))
+    requests, scale = setting.size((80, 0.05), (120, 0.06), (200, 0.25))
     busy = run(chat(24, scale=scale), clients=8)
     in_turns([busy])
     rate = 24 / busy.engine.clock.now()  # requests a second that the device can do, about
     loads = {
-        "6 clients, varied answers": (lognormal(0.8, requests, 16, 40, seed=setting.seed + 3), 6),
+        "6 clients, varied answers": (lognormal(0.8, requests, 24, 40, seed=setting.seed + 3), 6),
         "chats half as long again, a third of the rate":
             (chat(requests, 0.35 * rate, 1.5 * scale, seed=setting.seed + 7), None),
     }

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count, groupby, islice, pairwise, repeat, takewhile
 from random import Random
+from statistics import pvariance
 
 import numpy as np
 import torch
@@ -295,7 +296,9 @@ def corrections(
 ) -> tuple[tuple[float, float], ...]:
     """(mean tokens, recorded over predicted time) of the steps of 1 token, of 2 to 3, of 4 to 7 and so on.
 
-    Stalled steps are left out. Few steps say little: with `FEW` of them a factor goes half of its way from 1.
+    Stalled steps are left out. Few steps say little, and less the more they differ among
+    themselves: a factor goes n / (n + FEW + variance / LIKELY^2) of its way from 1, as if n
+    measurements were added to the belief that it is 1, give or take LIKELY.
     """
     steps = sorted((shape.tokens, taken, form.seconds(shape)) for shape, taken in zip(shapes, seconds, strict=True))
     found = []
@@ -303,7 +306,8 @@ def corrections(
         usual = [step for step in same if step[1] < STALLED * step[2]]
         if usual:
             tokens, taken, predicted = map(sum, zip(*usual, strict=True))
-            found.append((tokens / len(usual), 1 + (taken / predicted - 1) * len(usual) / (len(usual) + FEW)))
+            doubt = FEW + pvariance([step[1] / step[2] for step in usual]) / LIKELY**2
+            found.append((tokens / len(usual), 1 + (taken / predicted - 1) * len(usual) / (len(usual) + doubt)))
     return tuple(found)
 
 
@@ -315,7 +319,7 @@ def noise(cost: CostModel, shapes: Sequence[StepShape], seconds: Sequence[float]
 
 
 STALLED = 3  # times what was predicted
-FEW = 4  # steps
+FEW, LIKELY = 4, 0.04  # steps; share of a step's time
 FAINT = 1e-6  # the pull towards the first guess
 
 
