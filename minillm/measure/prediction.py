@@ -3,7 +3,7 @@
 The speed of a shared machine moves by tens of per cent within minutes, and a fit to one minute
 cannot know the next. So all runs are played at once, a step of each in turn, and each has a
 clock that stands still between its turns: whatever slows one of them slows all. What is left
-over shows in how far two runs of the same load come apart; no prediction can be better.
+over shows in how far two runs of the same load come apart; what is closer is luck.
 """
 
 from __future__ import annotations

@@ -314,9 +314,9 @@ OFF = {"load": "load", "figure": "figure", "recorded": "recorded", "predicted": 
 print(recorded("virtual_prediction", OFF))
 
 # %% [markdown]
-# Each load ran twice, and the last column is by how much the two differed: no prediction can be better than that. All
-# five runs were played at once, a step of each in turn. One after the other they would have met different machines:
-# the speed of a shared one moves by tens of per cent within minutes, and no fit to one minute knows the next.
+# Each load ran twice, and the last column is by how much the two differed: what is closer than that is luck. All five
+# runs were played at once, a step of each in turn. One after the other they would have met different machines: the
+# speed of a shared one moves by tens of per cent within minutes, and no fit to one minute knows the next.
 #
 # ## Claims of the ledger that this page settles
 #
