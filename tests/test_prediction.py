@@ -1,15 +1,20 @@
 """Predictions put to the test: runs that take turns on a machine whose speed moves, and what a fit makes of them."""
 
 from dataclasses import dataclass
+from itertools import count, pairwise
 from math import sin
 from random import Random
 
 import pytest
+import torch
+from tiny import tiny_model
 
 from minillm.ladder.engine import Engine
+from minillm.measure import prediction
 from minillm.measure.prediction import (
     ALLOWED,
     LIMITS,
+    REPLAYS,
     Run,
     TurnClock,
     error_rows,
@@ -18,8 +23,9 @@ from minillm.measure.prediction import (
     replayed,
     swelling,
 )
+from minillm.measure.setting import Setting
 from minillm.measure.virtual import CostModel, VirtualExecutor, fit, virtual_engine
-from minillm.measure.workload import WorkItem, chat, lognormal, play
+from minillm.measure.workload import VOCAB, WorkItem, chat, lognormal, play
 from minillm.model.config import ModelConfig
 
 CONFIG = ModelConfig.preset("smollm2-135m")
@@ -150,6 +156,9 @@ def test_noise_is_drawn_by_the_engine_s_seed():
 
     quiet, first, again, other = steps(TRUE, 0), steps(noisy, 0), steps(noisy, 0), steps(noisy, 1)
     assert first == again != other
+    run = Machine().run([WorkItem(0.0, [1, 2, 3], 50)])
+    limits = {**LIMITS, "kv_memory": 1 << 28}
+    assert len({found["tokens_per_s"] for found in replayed(noisy, run, limits)}) == REPLAYS
     ratios = {round(took / usual, 6) for took, usual in zip(first, quiet, strict=True)}
     assert ratios == {0.5, 1.0, 1.5}
 
@@ -168,6 +177,27 @@ def test_a_swelling_load_has_steps_of_every_size_in_each_wave():
     sizes = [(step.start < swollen[60].arrival, step.rows.bit_length()) for step in engine.records.steps]
     assert set(sizes) >= {(wave, size) for wave in (True, False) for size in (1, 2, 3, 4)}  # 1 row, 2 to 3, ... 15
     assert 5 in {size for _, size in sizes}, "16 rows"
+
+
+def test_the_experiment_runs_on_one_thread_and_a_look_on_eight_layers(monkeypatch):
+    monkeypatch.setattr("minillm.measure.measurement.current_commit", lambda: "abc")
+    monkeypatch.setattr(Setting, "model", tiny_model(num_hidden_layers=9, vocab_size=VOCAB))
+    threads, seen = torch.get_num_threads(), []
+    monkeypatch.setattr(prediction, "in_turns", lambda *given: seen.append(torch.get_num_threads()) or in_turns(*given))
+    rows = prediction.virtual_prediction(Setting(quick=True)).rows
+    assert set(seen) == {1} and torch.get_num_threads() == threads
+    assert [row["layers"] for row in rows] == [8] * 6
+
+
+def test_the_run_to_fit_to_swells_and_each_load_is_played_twice():
+    setting, seconds = Setting(quick=True, seed=5), count()  # a step's clock is read twice or so: any rate will do
+    recorded, loads = prediction.make_runs(setting, tiny_model(vocab_size=VOCAB), lambda: next(seconds) / 1e3, LIMITS)
+    assert all(first.items == second.items and first.engine is not second.engine for first, second in loads.values())
+    gaps = [after.arrival - before.arrival for before, after in pairwise(recorded.items)]
+    steady = chat(len(recorded.items), 1.0, 0.05, seed=5)
+    paces = [(after.arrival - before.arrival) / gap
+             for (before, after), gap in zip(pairwise(steady), gaps, strict=True)]
+    assert max(paces) / min(paces) > 6, "at its fastest the load comes eight times as fast as at its slowest"
 
 
 def test_an_error_is_relative_has_a_sign_and_is_that_of_the_means():

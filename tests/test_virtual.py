@@ -20,6 +20,7 @@ from minillm.measure.virtual import (
     CostModel,
     VirtualClock,
     VirtualProposer,
+    corrections,
     fit,
     step_seconds,
     virtual_engine,
@@ -293,6 +294,15 @@ def test_a_few_stalled_steps_do_not_bend_a_fit():
     after = fit(engine.records, LLAMA, "bf16", 2 * read_numbers(LLAMA))
     for shape in (StepShape.decode([400] * 8), StepShape.of([(0, 512, True)])):
         assert after.seconds(shape) == pytest.approx(before.seconds(shape), rel=0.05)
+    assert len(after.noise) == len([step for i, step in enumerate(engine.records.steps) if i % 97 != 5])
+
+
+def test_a_correction_believes_steps_less_the_more_they_differ():
+    form = CostModel(SMALL, "bf16", 0, 1e30, 1e30, 1e30, overhead_s=1.0)
+    shapes = [StepShape.decode([10])] * 40
+    (_, steady), = corrections(form, shapes, [1.2] * 40)
+    (_, shaky), = corrections(form, shapes, [1.0, 1.4] * 20)
+    assert steady == pytest.approx(1 + 0.2 * 40 / 44) and shaky == pytest.approx(1 + 0.2 * 40 / (44 + 0.04 / 0.04**2))
 
 
 def test_time_between_steps_counts_where_work_went_on_and_not_where_the_engine_waited():
