@@ -18,9 +18,9 @@ import jupytext
 import nbformat
 from nbformat import NotebookNode
 
-from minillm.grading.checks import Exercise
-from minillm.grading.exercises import find, load_all
-from minillm.grading.notebook import stub_hash
+from minillm.course.grading.checks import Exercise
+from minillm.course.grading.exercises import find, load_all
+from minillm.course.grading.notebook import stub_hash
 
 FOLDER = Path(__file__).resolve().parent
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"

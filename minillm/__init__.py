@@ -1,12 +1,12 @@
 """minillm: LLM inference, built a rung at a time. `minillm.ladder` is the part to read."""
 
+from minillm.fast.linear import quantize_weights
 from minillm.ladder.engine import Engine
 from minillm.ladder.request import Completion, RequestError, SamplingParams, TokenEvent
+from minillm.load.tokenizer import load_tokenizer
+from minillm.load.weights import load_model
 from minillm.measure import metrics
 from minillm.model.config import ModelConfig
-from minillm.model.linear import quantize_weights
-from minillm.model.tokenizer import load_tokenizer
-from minillm.model.weights import load_model
 
 __version__ = "0.1.0"
 __all__ = [

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from minillm.cli.measuring import BENCH_COLUMNS
 from minillm.cli.running import LADDER_COLUMNS
-from minillm.measure.claims import as_markdown, find_all
+from minillm.course.ledger import as_markdown, find_all
+from minillm.course.show.plots import bars
+from minillm.course.show.recorded import recorded
 from minillm.measure.measurement import Measurement
-from minillm.show.plots import bars
-from minillm.show.recorded import recorded
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASUREMENTS = ROOT / "notebooks" / "measurements"

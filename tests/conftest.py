@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from minillm.model.source import fetch
+from minillm.load.source import fetch
 
 
 @pytest.fixture(scope="session")

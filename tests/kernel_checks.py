@@ -13,14 +13,15 @@ from test_cached_attention import attend_by_hand, slots_of
 from tiny import random_tensors, tiny_config, tiny_model
 
 from minillm import Engine, SamplingParams
-from minillm.ladder import attention, kernels
-from minillm.ladder import graphs as graphs_module
+from minillm.fast import fused, kernels
+from minillm.fast import graphs as graphs_module
+from minillm.fast.graphs import CudaRecorder, StepGraphs
+from minillm.ladder import attention
 from minillm.ladder.attention import SHORT_ROW, RowSpan, StepAttention
 from minillm.ladder.decode import NoCache
-from minillm.ladder.graphs import CudaRecorder, StepGraphs
 from minillm.ladder.quantized import KVStorage
 from minillm.ladder.speculative import NgramProposer, Speculator
-from minillm.model import elementwise, fused, llama
+from minillm.model import elementwise, llama
 from minillm.model.llama import Llama, rotation_for
 
 GPU = torch.cuda.is_available()

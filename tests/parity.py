@@ -18,9 +18,9 @@ import transformers
 from tiny import SHAPES
 
 from minillm.ladder.decode import NoCache
+from minillm.load.weights import load_model
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
-from minillm.model.weights import load_model
 
 FAMILIES = {
     "llama": transformers.LlamaForCausalLM,

@@ -8,10 +8,12 @@ import torch
 from tiny import tiny_config, tiny_model
 
 from minillm.cli import main
+from minillm.course.experiments import ladder as rungs
 from minillm.ladder.decode import NoCache
 from minillm.ladder.request import RequestError
+from minillm.load.weights import load_model
 from minillm.measure import bench as bench_module
-from minillm.measure import client, rungs
+from minillm.measure import client
 from minillm.measure.client import save_row
 from minillm.measure.decode_bench import decode_bench
 from minillm.measure.measurement import Measurement, device_name
@@ -19,7 +21,6 @@ from minillm.measure.reference import load_reference
 from minillm.measure.roofline import Ceilings, StepShape, least_work
 from minillm.measure.workload import WorkItem, make_workload
 from minillm.model.config import PRESETS
-from minillm.model.weights import load_model
 
 CEILINGS = Ceilings(1e11, 1e13)  # more than any CPU reaches
 SHAPES = {

@@ -5,10 +5,10 @@ import torch
 from tiny import tiny_model
 
 from minillm import Engine, ModelConfig
-from minillm.ladder import budget, graphs
-from minillm.ladder.budget import CPU_BYTES, SHARE, default_kv_memory, refuse_too_much, reserved_bytes
-from minillm.ladder.graphs import MOST_TOKENS, graph_sizes, wants_graphs
-from minillm.model import weights
+from minillm.fast import budget, graphs
+from minillm.fast.budget import CPU_BYTES, SHARE, default_kv_memory, refuse_too_much, reserved_bytes
+from minillm.fast.graphs import MOST_TOKENS, graph_sizes, wants_graphs
+from minillm.load import weights
 
 GB = 10**9
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from tiny import tiny_model
 
+from minillm.course.experiments import chapters
 from minillm.ladder.quantized import kv_bytes_per_token
-from minillm.measure import chapters
 from minillm.measure.measurement import Measurement
 from minillm.measure.workload import lognormal
 

@@ -8,10 +8,10 @@ from copy import deepcopy
 import pytest
 
 from minillm.cli import main
-from minillm.measure.claims import LEDGER, as_markdown, as_rows, find_all
-from minillm.measure.experiments import EXPERIMENTS
+from minillm.course.catalogue import EXPERIMENTS
+from minillm.course.ledger import LEDGER, as_markdown, as_rows, find_all
+from minillm.course.verdicts import CONDITION, HOLDS, NOT_HERE, NOT_MEASURED, WATCHED, d5
 from minillm.measure.measurement import EXACT, VIRTUAL, Measurement, Provenance
-from minillm.measure.verdicts import CONDITION, HOLDS, NOT_HERE, NOT_MEASURED, WATCHED, d5
 
 # For each claim that has a function: rows under which it holds, and one change that speaks against it, as
 # (number of the row, column, value). A claim whose function is added is to be added here too.

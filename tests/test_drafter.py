@@ -9,12 +9,12 @@ from test_tokenizer import of_pieces
 from tiny import random_tensors, tiny_model
 
 from minillm import Engine, SamplingParams, load_model, load_tokenizer
+from minillm.course.experiments.speculation import acceptance_by_position
+from minillm.course.prompts import CHAT_PROMPTS
+from minillm.extras.drafter import WEIGHTS, Drafter, DrafterProposer, load_drafter, read_card
 from minillm.ladder.decode import NoCache, decode_cached
-from minillm.ladder.drafter import WEIGHTS, Drafter, DrafterProposer, load_drafter, read_card
 from minillm.ladder.speculative import DraftModelProposer, Speculator
-from minillm.measure.prompts import CHAT_PROMPTS
-from minillm.measure.speculation import acceptance_by_position
-from minillm.model.source import DEFAULT
+from minillm.load.source import DEFAULT
 
 TARGET = tiny_model("t-wide")
 DRAW = torch.Generator().manual_seed(2)

@@ -10,17 +10,18 @@ import torch
 from tiny import tiny_model
 
 from minillm.cli import main
-from minillm.measure import experiments, limits
-from minillm.measure.claims import LEDGER, find_all
-from minillm.measure.experiments import EXPERIMENTS, Experiment, run_experiment
-from minillm.measure.knee import knee_of
+from minillm.course import catalogue as experiments
+from minillm.course.catalogue import EXPERIMENTS, Experiment, run_experiment
+from minillm.course.experiments import limits
+from minillm.course.experiments.knee import knee_of
+from minillm.course.experiments.speculation import ADAPTIVE
+from minillm.course.ledger import LEDGER, find_all
+from minillm.course.setting import Setting
+from minillm.course.show.plots import knee_curve
+from minillm.course.show.recorded import heading
+from minillm.course.verdicts import CONDITION, HOLDS
 from minillm.measure.measurement import EXACT, VIRTUAL, Measurement, MeasurementError, measurement_path
 from minillm.measure.roofline import Ceilings
-from minillm.measure.setting import Setting
-from minillm.measure.speculation import ADAPTIVE
-from minillm.measure.verdicts import CONDITION, HOLDS
-from minillm.show.plots import knee_curve
-from minillm.show.recorded import heading
 
 VOCABULARY = 49_152  # of the default model's tokenizer
 
@@ -31,7 +32,7 @@ def tiny(monkeypatch, tmp_path):
     monkeypatch.setattr(Setting, "model", tiny_model(vocab_size=VOCABULARY))
     monkeypatch.setattr(Setting, "ceilings", Ceilings(1e15, 1e15))  # out of reach: such a model fits into a cache
     monkeypatch.setattr("minillm.measure.measurement.current_commit", lambda: "abc")
-    monkeypatch.setattr("minillm.measure.experiments.current_commit", lambda: "abc")
+    monkeypatch.setattr("minillm.course.catalogue.current_commit", lambda: "abc")
     monkeypatch.chdir(tmp_path)
 
 
@@ -128,7 +129,7 @@ def test_resume_leaves_out_what_this_commit_has(three, capsys, monkeypatch):
     said = capsys.readouterr().out
     assert "first: this commit has it already" in said and said.count("last: ") == 1
     for commit in ("def", "abc-dirty"):
-        monkeypatch.setattr("minillm.measure.experiments.current_commit", lambda commit=commit: commit)
+        monkeypatch.setattr("minillm.course.catalogue.current_commit", lambda commit=commit: commit)
         main(["measure", "first", "--resume"])
         assert "already" not in capsys.readouterr().out
 

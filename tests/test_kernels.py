@@ -61,7 +61,7 @@ def test_the_kernels_compile_for_real_cards(capability):
     pytest.importorskip("triton", reason="Triton is published for Linux alone")
     import triton.language as tl
 
-    from minillm.ladder import kernels
+    from minillm.fast import kernels
 
     shape = {"HEADS": 8, "D": 128, "BLOCK_D": 128, "FORMAT": "int4", "GROUP": 32}
     tile = {"G": 4, "BLOCK_M": 16, "BLOCK_S": 64, "SPLITS": 8}
@@ -84,7 +84,7 @@ def test_the_kernels_compile_for_real_cards(capability):
 @pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
 def test_the_fused_steps_compile_for_real_cards(capability):
     pytest.importorskip("triton", reason="Triton is published for Linux alone")
-    from minillm.model import fused
+    from minillm.fast import fused
 
     types = dict.fromkeys(["x", "change", "weight", "total", "normed", "both", "cos", "sin", "norm"], "*bf16")
     for kernel, sizes in (

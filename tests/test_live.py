@@ -10,8 +10,8 @@ import matplotlib.pyplot as plt
 import pytest
 from fakes import fake_engine
 
+from minillm.course.show import live
 from minillm.measure.workload import WorkItem, play
-from minillm.show import live
 
 
 def items(number: int = 6) -> list[WorkItem]:

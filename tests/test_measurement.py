@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from minillm.course.ledger import find_all
 from minillm.measure import measurement
-from minillm.measure.claims import find_all
 from minillm.measure.measurement import Measurement, MeasurementError, Provenance, Spread, provenance, time_seconds
 
 HERE = Provenance(

@@ -1,6 +1,6 @@
 """The engine's own memory does not grow with the requests it has served."""
 
-from minillm.measure.overhead import memory_kb, simulated, step_seconds
+from minillm.course.experiments.overhead import memory_kb, simulated, step_seconds
 
 
 def test_memory_does_not_grow_over_a_thousand_requests():

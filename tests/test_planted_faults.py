@@ -19,7 +19,7 @@ from minillm.ladder.attention import StepAttention
 from minillm.ladder.decode import SequenceCache, decode_cached
 from minillm.ladder.quantized import KVStorage
 from minillm.ladder.request import SamplingParams
-from minillm.model.gguf_file import unpermute
+from minillm.load.gguf_file import unpermute
 from minillm.model.llama import Llama, inverse_frequencies
 
 PROMPTS = [random_ids(n, seed=n) for n in (13, 6, 9)]

@@ -9,9 +9,8 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from minillm.ladder.engine import Engine
-from minillm.measure import prediction
-from minillm.measure.prediction import (
+from minillm.course.experiments import prediction
+from minillm.course.experiments.prediction import (
     ALLOWED,
     LIMITS,
     REPLAYS,
@@ -23,7 +22,8 @@ from minillm.measure.prediction import (
     replayed,
     swelling,
 )
-from minillm.measure.setting import Setting
+from minillm.course.setting import Setting
+from minillm.ladder.engine import Engine
 from minillm.measure.virtual import CostModel, VirtualExecutor, fit, virtual_engine
 from minillm.measure.workload import VOCAB, WorkItem, chat, lognormal, play
 from minillm.model.config import ModelConfig

@@ -10,11 +10,11 @@ import torch
 from tiny import tiny_model
 
 from minillm import Engine, load_tokenizer
+from minillm.course.experiments.formats import greedy_row
+from minillm.course.experiments.key_errors import calibrated, errors, per_channel, per_token
 from minillm.ladder.decode import NoCache
 from minillm.ladder.quantized import KVStorage
 from minillm.measure import quality
-from minillm.measure.formats import greedy_row
-from minillm.measure.key_errors import calibrated, errors, per_channel, per_token
 from minillm.measure.quality import (
     ERROR_BLOCK,
     Corpus,

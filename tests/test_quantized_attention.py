@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm import Engine
+from minillm.course.experiments.speculation import ReplayProposer
 from minillm.ladder import attention
 from minillm.ladder.attention import RowSpan, StepAttention
 from minillm.ladder.quantized import KVStorage, kv_bytes_per_token
 from minillm.ladder.request import SamplingParams
 from minillm.ladder.speculative import Speculator
-from minillm.measure.speculation import ReplayProposer
 from minillm.model.codes import fp8_encode, int4_decode, int4_encode
 
 SCALED = ("int8", "fp8", "int4")

@@ -21,8 +21,8 @@ def test_a_number_typed_into_a_table_is_found():
 
 
 def test_every_claim_has_its_line_and_a_verdict_typed_over_is_found():
-    from minillm.measure.claims import LEDGER
-    from minillm.measure.verdicts import HOLDS, NOT_HERE, NOT_MEASURED
+    from minillm.course.ledger import LEDGER
+    from minillm.course.verdicts import HOLDS, NOT_HERE, NOT_MEASURED
 
     table = TEXT[TEXT.index("<!-- claims -->") :].splitlines()
     for claim in LEDGER:

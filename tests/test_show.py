@@ -13,13 +13,13 @@ import pytest
 from fakes import fake_engine
 
 from minillm import SamplingParams, metrics
+from minillm.course.ledger import LEDGER
+from minillm.course.show import plots
+from minillm.course.show.recorded import heading, ledger, recorded
+from minillm.course.show.source import show_source, source_block
 from minillm.ladder.decode import NoCache, decode_cached
 from minillm.ladder.records import Records
-from minillm.measure.claims import LEDGER
 from minillm.measure.measurement import SEE_ROWS, Measurement, Provenance
-from minillm.show import plots
-from minillm.show.recorded import heading, ledger, recorded
-from minillm.show.source import show_source, source_block
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 LENGTHS = (3, 12, 5, 30, 8, 4)

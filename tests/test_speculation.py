@@ -9,10 +9,8 @@ import pytest
 from tiny import tiny_model
 
 from minillm import Engine, SamplingParams, load_model, load_tokenizer, metrics
-from minillm.ladder.speculative import NgramProposer, Speculator, verify_greedy
-from minillm.measure.drafter_text import prompts as training_prompts
-from minillm.measure.prompts import CHAT_PROMPTS, COPY_PROMPTS
-from minillm.measure.speculation import (
+from minillm.course.drafter_training.text import prompts as training_prompts
+from minillm.course.experiments.speculation import (
     Bench,
     Case,
     Counted,
@@ -24,7 +22,9 @@ from minillm.measure.speculation import (
     sampling_check,
     step_costs,
 )
-from minillm.show.explore import Watched
+from minillm.course.prompts import CHAT_PROMPTS, COPY_PROMPTS
+from minillm.course.show.explore import Watched
+from minillm.ladder.speculative import NgramProposer, Speculator, verify_greedy
 
 COSTS = [{"part": "step cost", "batch": 2, "k": k, "times_plain": 1 + 0.25 * k} for k in (0, 4, 8)]
 
@@ -106,7 +106,7 @@ def test_the_crossover_is_the_first_batch_that_loses():
 
 def test_a_sampler_that_ignores_the_target_would_be_seen(monkeypatch):
     assert sampling_check(20_000, 0)["same_tokens"]
-    monkeypatch.setattr("minillm.measure.speculation.verify_sampled", lambda p, q, drafts, u, v: (
+    monkeypatch.setattr("minillm.course.experiments.speculation.verify_sampled", lambda p, q, drafts, u, v: (
         (u >= 0).sum(1), drafts[:, 0]))
     assert not sampling_check(20_000, 0)["same_tokens"]
 

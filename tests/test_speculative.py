@@ -15,10 +15,11 @@ from test_drafter import random_drafter
 from tiny import random_tensors, tiny_config, tiny_model
 
 from minillm import Engine, SamplingParams, metrics
+from minillm.course.experiments.speculation import ReplayProposer
+from minillm.extras.drafter import DrafterProposer
 from minillm.ladder.attention import RowSpan, StepAttention
 from minillm.ladder.continuous import Row
 from minillm.ladder.decode import NoCache, decode_cached
-from minillm.ladder.drafter import DrafterProposer
 from minillm.ladder.sampling import probabilities
 from minillm.ladder.speculative import (
     DraftModelProposer,
@@ -29,7 +30,6 @@ from minillm.ladder.speculative import (
     verify_greedy,
     verify_sampled,
 )
-from minillm.measure.speculation import ReplayProposer
 from minillm.model.llama import Llama
 
 TARGET, OTHER = tiny_model("t-wide"), tiny_model("t8-2", seed=3)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 from toy_files import TEMPLATE, TOKENS, byte_level_tokenizer, text_as_token
 
-from minillm.model.gguf_file import _splitter
-from minillm.model.source import ModelNotFound
-from minillm.model.tokenizer import BYTE_OF_CHARACTER, Tokenizer, load_tokenizer
+from minillm.load.gguf_file import _splitter
+from minillm.load.source import ModelNotFound
+from minillm.load.tokenizer import BYTE_OF_CHARACTER, Tokenizer, load_tokenizer
 
 BOS, EOS, END = 0, 1, 2
 

@@ -6,12 +6,12 @@ import pytest
 from fakes import FakeTokenizer
 from tiny import tiny_config
 
+from minillm.course.experiments.prediction import LIMITS, swelling
 from minillm.ladder.quantized import kv_bytes_per_token
 from minillm.ladder.records import Records
 from minillm.ladder.request import SamplingParams
 from minillm.measure import metrics
 from minillm.measure.fleet import least_loaded, round_robin, run_until, serve, serve_disaggregated
-from minillm.measure.prediction import LIMITS, swelling
 from minillm.measure.roofline import StepShape, least_work, read_numbers
 from minillm.measure.simulation import worked_example_rows
 from minillm.measure.virtual import (

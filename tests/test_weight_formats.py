@@ -7,9 +7,7 @@ import torch
 from tiny import random_tensors, tiny_config, tiny_model
 
 from minillm import Engine, SamplingParams, quantize_weights
-from minillm.ladder.decode import NoCache
-from minillm.model.codes import even_group
-from minillm.model.linear import (
+from minillm.fast.linear import (
     WEIGHT_FORMATS,
     WEIGHT_GROUP,
     Int4Linear,
@@ -19,6 +17,8 @@ from minillm.model.linear import (
     int4_weight,
     int8_weight,
 )
+from minillm.ladder.decode import NoCache
+from minillm.model.codes import even_group
 from minillm.model.llama import Llama
 
 BF16 = 2.0**-8  # a bf16 number is off by at most 2**-9 of itself; here twice: the activation, and the output
@@ -87,7 +87,7 @@ def test_products_are_those_of_the_dequantised_weight(kind, shape, rows, bias):
 
 
 def test_plain_products_where_there_are_no_kernels(monkeypatch):
-    monkeypatch.setattr("minillm.model.linear.has_kernels", lambda: False)
+    monkeypatch.setattr("minillm.fast.linear.has_kernels", lambda: False)
     weight, x = random(48, 64), random(5, 64)
     for kind in (Int8Linear, Int4Linear):
         layer = kind(weight)

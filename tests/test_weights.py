@@ -14,13 +14,13 @@ from tiny import SHAPES, random_tensors, tiny_config
 from toy_files import byte_level_tokenizer, hf_config, interleaved, write_directory, write_gguf
 
 from minillm.ladder.decode import NoCache, decode_cached
-from minillm.model import source, weights
+from minillm.load import source, weights
+from minillm.load.gguf_file import GGUFFile, convert, unpermute
+from minillm.load.source import ModelNotFound, cache_directory, fetch, locate
+from minillm.load.tokenizer import load_tokenizer
+from minillm.load.weights import RandomTensors, SafetensorsDirectory, load_model, tensor_shapes
 from minillm.model.config import PRESETS, ModelConfig
-from minillm.model.gguf_file import GGUFFile, convert, unpermute
 from minillm.model.llama import Llama, inverse_frequencies
-from minillm.model.source import ModelNotFound, cache_directory, fetch, locate
-from minillm.model.tokenizer import load_tokenizer
-from minillm.model.weights import RandomTensors, SafetensorsDirectory, load_model, tensor_shapes
 
 GQA_SHAPES = {**SHAPES, "t8-4": dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=4, head_dim=8)}
 VOCABULARY = 270  # of the toy tokenizer, padded
@@ -600,7 +600,7 @@ def test_the_default_model_has_its_published_geometry(smollm2_dir):
 
 def test_loading_from_the_cache_imports_no_converter(smollm2_dir):
     code = (
-        "import sys; from minillm.model.weights import load_model; load_model(device='cpu'); "
+        "import sys; from minillm.load.weights import load_model; load_model(device='cpu'); "
         "print([name for name in ('transformers', 'gguf', 'huggingface_hub') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

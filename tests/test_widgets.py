@@ -13,13 +13,14 @@ import pytest
 from tiny import tiny_model
 
 from minillm import Engine, SamplingParams
+from minillm.course.experiments import chapters
+from minillm.course.experiments.speculation import ReplayProposer
+from minillm.course.show import explore, plots, widgets
 from minillm.ladder.speculative import NgramProposer, Speculator
-from minillm.measure import chapters, metrics
+from minillm.measure import metrics
 from minillm.measure.capacity import capacity
-from minillm.measure.speculation import ReplayProposer
 from minillm.measure.workload import lognormal
 from minillm.model.config import ModelConfig
-from minillm.show import explore, plots, widgets
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 

@@ -9,7 +9,7 @@
 
 # %%
 import minillm
-from minillm.grading import check, hint
+from minillm.course.grading import check, hint
 
 config = minillm.ModelConfig.preset("smollm2-135m")
 config

@@ -10,7 +10,7 @@
 import torch
 
 import minillm
-from minillm.grading import check, hint
+from minillm.course.grading import check, hint
 from minillm.ladder.attention import attend, causal_mask
 
 

@@ -7,7 +7,7 @@
 # **To look at**: notebook 2, "Idle slot-steps"; in the package `minillm/ladder/static.py`.
 
 # %%
-from minillm.grading import check, hint
+from minillm.course.grading import check, hint
 
 # %% [markdown]
 # ## The steps of static batches

@@ -10,9 +10,9 @@
 # %%
 from collections import deque
 
-from minillm.grading import check, hint
-from minillm.grading.exercises.ex04_continuous_scheduler import Request
-from minillm.show.source import show_source
+from minillm.course.grading import check, hint
+from minillm.course.grading.exercises.ex04_continuous_scheduler import Request
+from minillm.course.show.source import show_source
 
 # %% [markdown]
 # ## What a request knows

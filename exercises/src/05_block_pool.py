@@ -7,7 +7,7 @@
 # **To look at**: notebook 4, "A block table" and "Build"; in the package `minillm/ladder/paged.py`.
 
 # %%
-from minillm.grading import check, hint
+from minillm.course.grading import check, hint
 
 # %% [markdown]
 # ## The pool

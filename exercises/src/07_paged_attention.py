@@ -9,7 +9,7 @@
 # %%
 import torch
 
-from minillm.grading import check, hint
+from minillm.course.grading import check, hint
 
 # %% [markdown]
 # ## The text in one run

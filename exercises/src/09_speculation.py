@@ -11,7 +11,7 @@ from collections import Counter
 
 import torch
 
-from minillm.grading import check, hint
+from minillm.course.grading import check, hint
 
 # %% [markdown]
 # ## Greedy

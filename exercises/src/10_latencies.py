@@ -11,7 +11,7 @@
 from collections import Counter
 from itertools import pairwise
 
-from minillm.grading import check, hint
+from minillm.course.grading import check, hint
 
 # %% [markdown]
 # ## Percentiles

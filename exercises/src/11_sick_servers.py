@@ -5,11 +5,11 @@
 # records, and write down what a good engineer sees in them: the cause, and what helps.
 #
 # **To look at**: notebook 11; in the package `StepRecord` in `minillm/ladder/records.py`, and
-# `minillm/grading/servers.py`, where the servers are made.
+# `minillm/course/grading/servers.py`, where the servers are made.
 
 # %%
-from minillm.grading import check, hint
-from minillm.grading.servers import SERVERS, TREATMENTS, complaint, examine
+from minillm.course.grading import check, hint
+from minillm.course.grading.servers import SERVERS, TREATMENTS, complaint, examine
 
 # %% [markdown]
 # ## The causes

@@ -4,11 +4,11 @@
 # The package's scheduler serves prompts in order of arrival. One long document, and everybody behind it waits: the
 # p99 is made by a handful of prompts. You decide the order here, and the scheduler does as you say.
 #
-# **To look at**: notebook 3; in the package `minillm/ladder/continuous.py`, and `minillm/grading/queueing.py`.
+# **To look at**: notebook 3; in the package `minillm/ladder/continuous.py`, and `minillm/course/grading/queueing.py`.
 
 # %%
-from minillm.grading import check, hint
-from minillm.grading.queueing import in_order_of_arrival, load, rush, serve
+from minillm.course.grading import check, hint
+from minillm.course.grading.queueing import in_order_of_arrival, load, rush, serve
 
 # %% [markdown]
 # ## What a server sees

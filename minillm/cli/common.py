@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from minillm.load.source import DEFAULT
 from minillm.model.config import check_at_least
-from minillm.model.source import DEFAULT
 
 
 def add_model(parser) -> None:
@@ -93,7 +93,7 @@ def bar(label: str, total: int):
 
 def print_summary(found: dict) -> None:
     """What `metrics.summary` or `seen_by_clients` found, in the lines that a server is judged by."""
-    from minillm.show.tables import cell, text_table
+    from minillm.course.show.tables import cell, text_table
 
     names = {"queue_s": "queue", "ttft_s": "TTFT", "itl_per_step_s": "ITL per step", "itl_per_token_s": "ITL per token",
              "latency_s": "latency"}
@@ -115,7 +115,7 @@ def print_summary(found: dict) -> None:
 
 def _print_inside(found: dict) -> None:
     """What an engine knows of itself, and no client of it."""
-    from minillm.show.tables import cell
+    from minillm.course.show.tables import cell
 
     batch, kv = found["batch"], found["kv"]
     print(f"batch: {cell(batch['mean_rows'])} rows on average, at most {cell(batch['peak_rows'])}; queue at most "

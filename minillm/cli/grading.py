@@ -29,8 +29,8 @@ def _grade(arguments) -> int:
 
 
 def _grade_path(arguments) -> int:
-    from minillm.grading import classroom, report
-    from minillm.show.tables import text_table
+    from minillm.course.grading import classroom, report
+    from minillm.course.show.tables import text_table
 
     learner = classroom.find_notebooks(arguments.path)
     if not learner.notebooks:
@@ -46,7 +46,7 @@ def _grade_path(arguments) -> int:
 
 
 def _grade_class(arguments) -> int:
-    from minillm.grading import classroom, report
+    from minillm.course.grading import classroom, report
 
     learners = classroom.find_learners(arguments.classroom, arguments.report)
     classroom.grade_class(learners, arguments.jobs, bar, kept=arguments.report / "marks")

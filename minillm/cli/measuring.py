@@ -18,8 +18,8 @@ from minillm.cli.common import (
     write,
     write_json,
 )
+from minillm.load.source import DEFAULT
 from minillm.model.config import check_at_least
-from minillm.model.source import DEFAULT
 
 OVERHEAD_COLUMNS = {
     "batch_rows": "rows", "queued": "queued", "step_ms": "step ms", "min_ms": "min", "max_ms": "max",
@@ -65,9 +65,9 @@ def add_measure(commands) -> None:
 
 
 def _measure(arguments) -> int:
-    from minillm.measure.experiments import EXPERIMENTS, find
+    from minillm.course.catalogue import EXPERIMENTS, find
+    from minillm.course.show.tables import text_table
     from minillm.measure.measurement import MEASUREMENTS
-    from minillm.show.tables import text_table
 
     if arguments.list:
         rows = [{"name": e.name, "seconds": e.seconds, "claims": " ".join(e.claims), "about": e.about}
@@ -91,11 +91,11 @@ def _measure(arguments) -> int:
 
 def _run_all(arguments, names: list[str], root: Path) -> tuple[list, dict[str, str]]:
     """Run them in turn, whatever becomes of each; the measurements, and what went wrong by name."""
-    from minillm.measure.experiments import find, recorded_here, run_experiment
-    from minillm.measure.setting import Setting
-    from minillm.show.live import ticking
-    from minillm.show.recorded import heading
-    from minillm.show.tables import filled, tables, text_table
+    from minillm.course.catalogue import find, recorded_here, run_experiment
+    from minillm.course.setting import Setting
+    from minillm.course.show.live import ticking
+    from minillm.course.show.recorded import heading
+    from minillm.course.show.tables import filled, tables, text_table
 
     setting = Setting(arguments.quick, arguments.model, arguments.device, progress=bar, budget_s=arguments.budget_s)
     found, failed = [], {}
@@ -122,7 +122,7 @@ def _run_all(arguments, names: list[str], root: Path) -> tuple[list, dict[str, s
 
 def _draw(measurement, path: Path) -> None:
     """A picture beside the file, where there is one of the experiment."""
-    from minillm.show.plots import PICTURES
+    from minillm.course.show.plots import PICTURES
 
     if measurement.experiment in PICTURES:
         picture = path.with_suffix(".png")
@@ -144,9 +144,9 @@ def add_claims(commands) -> None:
 
 
 def _claims(arguments) -> int:
-    from minillm.measure.claims import LEDGER, as_markdown, as_rows, find_all
+    from minillm.course.ledger import LEDGER, as_markdown, as_rows, find_all
+    from minillm.course.show.tables import cell
     from minillm.measure.measurement import MEASUREMENTS
-    from minillm.show.tables import cell
 
     known = {claim.id: claim for claim in LEDGER}
     for name in arguments.ids:
@@ -197,10 +197,10 @@ def add_bench(commands) -> None:
 
 
 def _bench(arguments) -> int:
+    from minillm.course.show.live import Gauges, on_terminal
+    from minillm.course.show.tables import text_table
     from minillm.measure.bench import bench
     from minillm.measure.decode_bench import decode_bench
-    from minillm.show.live import Gauges, on_terminal
-    from minillm.show.tables import text_table
 
     settings = workload_settings(arguments)
     if arguments.url and arguments.workload == "decode":
@@ -235,11 +235,11 @@ def whole_numbers(option: str, text: str) -> list[int]:
 
 
 def _bench_loop(arguments, settings: dict) -> int:
+    from minillm.course.show.live import Gauges, on_terminal
+    from minillm.load.weights import load_model
     from minillm.measure.bench import bench_loop
     from minillm.measure.measurement import device_name
     from minillm.measure.workload import make_workload
-    from minillm.model.weights import load_model
-    from minillm.show.live import Gauges, on_terminal
 
     if arguments.against or arguments.workload == "decode":
         what = "--against" if arguments.against else "decode"
@@ -275,10 +275,10 @@ def _write_loop(arguments, found: dict, label: str, where: dict, device="cpu") -
 
 def _bench_server(arguments, settings: dict) -> int:
     """Status 1 if no request was answered."""
+    from minillm.course.show.live import on_terminal
+    from minillm.load.tokenizer import load_tokenizer
     from minillm.measure.client import Server, bench_server
     from minillm.measure.workload import make_workload
-    from minillm.model.tokenizer import load_tokenizer
-    from minillm.show.live import on_terminal
 
     items = make_workload(arguments.workload, **settings)
     text_of = load_tokenizer().decode if arguments.text else None
@@ -310,8 +310,8 @@ def add_overhead(commands) -> None:
 
 
 def _overhead(arguments) -> int:
-    from minillm.measure.overhead import overhead
-    from minillm.show.tables import text_table
+    from minillm.course.experiments.overhead import overhead
+    from minillm.course.show.tables import text_table
 
     result = overhead()
     print(result.provenance.device)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from minillm.cli.common import add_model, add_outputs, bar, write
+from minillm.load.source import DEFAULT
 from minillm.model.config import check_at_least
-from minillm.model.source import DEFAULT
 
 LADDER_COLUMNS = {
     "rung": "rung", "name": "name", "tokens_per_s": "tokens/s", "times_rung_before": "x before",
@@ -72,8 +72,8 @@ def add_ladder(commands) -> None:
 
 def _ladder(arguments) -> int:
     from minillm import load_model, load_tokenizer
-    from minillm.measure.rungs import MARGIN_TOLERANCE, ladder
-    from minillm.show.tables import text_table
+    from minillm.course.experiments.ladder import MARGIN_TOLERANCE, ladder
+    from minillm.course.show.tables import text_table
 
     check_at_least(1, requests=arguments.requests, max_tokens=arguments.max_tokens)
     model, tokenizer = load_model(arguments.model), load_tokenizer(arguments.model)
@@ -105,7 +105,7 @@ def add_fetch(commands) -> None:
 
 
 def _fetch(arguments) -> int:
-    from minillm.model.source import fetch
+    from minillm.load.source import fetch
 
     print(f"{DEFAULT} is in {fetch(arguments.source)}")
     return 0

@@ -31,8 +31,8 @@ def add_capacity(commands) -> None:
 
 
 def _capacity(arguments) -> int:
+    from minillm.course.show.tables import all_columns, text_table
     from minillm.measure.capacity import capacity, preset_rows, server_flags, what_changes_it
-    from minillm.show.tables import all_columns, text_table
 
     if arguments.presets:
         rows = preset_rows()
@@ -98,8 +98,8 @@ def _simulate(parser, arguments) -> int:
 
 
 def _worked_example(arguments) -> int:
+    from minillm.course.show.tables import text_table
     from minillm.measure.simulation import beside_the_articles, worked_example_rows
-    from minillm.show.tables import text_table
 
     rows = worked_example_rows(
         arguments.device, arguments.model, arguments.clients, arguments.requests, scale=arguments.scale,

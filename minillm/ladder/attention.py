@@ -144,7 +144,7 @@ def padded_tables(tables: Sequence[Sequence[int]]) -> Tensor:
 @cache
 def kernels_for(device: torch.device):
     """The module `kernels` if it runs on this device, else None."""
-    return triton_module("minillm.ladder.kernels", device)
+    return triton_module("minillm.fast.kernels", device)
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

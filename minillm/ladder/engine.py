@@ -32,10 +32,10 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from minillm.fast.budget import default_kv_memory, refuse_too_much
+from minillm.fast.graphs import StepGraphs, graph_sizes, wants_graphs
 from minillm.ladder.attention import StepAttention, to_device
-from minillm.ladder.budget import default_kv_memory, refuse_too_much
 from minillm.ladder.continuous import ContinuousBatching, Row, Scheduler, StepPlan, no_drafts
-from minillm.ladder.graphs import StepGraphs, graph_sizes, wants_graphs
 from minillm.ladder.paged import BlockPool, Paged, Slots
 from minillm.ladder.quantized import KeyTransform, KVStorage, default_transform, kv_bytes_per_token, native_format
 from minillm.ladder.records import Records

@@ -28,9 +28,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from minillm.load.weights import DTYPES
 from minillm.model.codes import even_group, fp8_decode, fp8_encode, int4_decode, int4_encode, int8_decode, int8_encode
 from minillm.model.config import ModelConfig
-from minillm.model.weights import DTYPES
 
 INT4_GROUP = 32
 

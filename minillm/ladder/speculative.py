@@ -33,8 +33,8 @@ from minillm.ladder.continuous import Row
 from minillm.ladder.quantized import KVStorage, kv_bytes_per_token, native_format
 from minillm.ladder.request import Request
 from minillm.ladder.sampling import ACCEPT, DRAFT, SAMPLE, draw, probabilities, uniforms
+from minillm.load.tokenizer import Tokenizer
 from minillm.model.config import ModelConfig
-from minillm.model.tokenizer import Tokenizer
 
 
 class Proposer(Protocol):

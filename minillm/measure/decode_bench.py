@@ -14,16 +14,16 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from minillm.course.experiments.chapters import measured
+from minillm.course.setting import Progress, Setting, silent
 from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import kv_bytes_per_token, native_format
 from minillm.ladder.request import SamplingParams
-from minillm.measure.chapters import measured
+from minillm.load.weights import load_model
 from minillm.measure.measurement import Measurement, Spread
 from minillm.measure.reference import load_reference
 from minillm.measure.roofline import Ceilings, StepShape, least_work, measure_ceilings
-from minillm.measure.setting import Progress, Setting, silent
 from minillm.measure.workload import random_ids
-from minillm.model.weights import load_model
 
 WARM_UPS = 3
 PROMPT_STEP_TOKENS = 16_384  # all prompts in one step, if they fit

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from minillm.load.source import locate
+from minillm.load.weights import RANDOM, RandomTensors
 from minillm.model.config import ModelConfig
-from minillm.model.source import locate
-from minillm.model.weights import RANDOM, RandomTensors
 
 
 def load_reference(name: str, model):

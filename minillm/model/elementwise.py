@@ -53,7 +53,7 @@ def gate(both: Tensor) -> Tensor:
 
 def elementwise_for(device: torch.device) -> ModuleType:
     """The module with these functions for a device: `fused` where Triton runs, else this one."""
-    return triton_module("minillm.model.fused", device) or sys.modules[__name__]
+    return triton_module("minillm.fast.fused", device) or sys.modules[__name__]
 
 
 def triton_module(name: str, device: torch.device) -> ModuleType | None:

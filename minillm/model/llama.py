@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from minillm.fast.linear import Packing, make_linear
 from minillm.model.config import ModelConfig
 from minillm.model.elementwise import Rotation, elementwise_for, rms_norm
-from minillm.model.linear import Packing, make_linear
 
 
 class CacheView(Protocol):

@@ -27,19 +27,20 @@ if importlib.util.find_spec("minillm") is None:
 import os
 
 import minillm
+from minillm.course.experiments import limits, service
+from minillm.course.setting import Setting
+from minillm.course.show import plots, service_plots
+from minillm.course.show.live import bar, progress
+from minillm.course.show.recorded import ledger, recorded
+from minillm.course.show.source import show_source
+from minillm.course.show.tables import text_table
 from minillm.ladder.quantized import kv_bytes_per_token
-from minillm.measure import limits, roofline, service
+from minillm.load.source import DEFAULT
+from minillm.measure import roofline
 from minillm.measure.measurement import device_name
 from minillm.measure.roofline import Ceilings, StepShape, StepWork, least_work
-from minillm.measure.setting import Setting
 from minillm.measure.virtual import DEVICES, CostModel
 from minillm.model.config import ModelConfig
-from minillm.model.source import DEFAULT
-from minillm.show import plots, service_plots
-from minillm.show.live import bar, progress
-from minillm.show.recorded import ledger, recorded
-from minillm.show.source import show_source
-from minillm.show.tables import text_table
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 model = minillm.load_model()

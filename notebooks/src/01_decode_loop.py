@@ -30,18 +30,18 @@ import time
 import torch
 
 import minillm
+from minillm.course.experiments import chapters, memory
+from minillm.course.setting import Setting
+from minillm.course.show import plots
+from minillm.course.show.live import bar
+from minillm.course.show.recorded import ledger, recorded
+from minillm.course.show.source import show_source
+from minillm.course.show.tables import text_table
 from minillm.ladder.decode import NoCache, SequenceCache, decode_cached, decode_recomputing
 from minillm.ladder.quantized import kv_bytes_per_token
-from minillm.measure import chapters, memory
+from minillm.load.source import DEFAULT
 from minillm.measure.measurement import device_name
-from minillm.measure.setting import Setting
 from minillm.model.llama import Llama
-from minillm.model.source import DEFAULT
-from minillm.show import plots
-from minillm.show.live import bar
-from minillm.show.recorded import ledger, recorded
-from minillm.show.source import show_source
-from minillm.show.tables import text_table
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 model = minillm.load_model(dtype="fp32")  # fp32, so that "the same tokens" can be checked exactly

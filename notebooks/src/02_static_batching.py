@@ -32,24 +32,24 @@ import torch
 
 import minillm
 from minillm import Engine, SamplingParams, metrics
+from minillm.course.experiments import batching, chapters, knee, limits
+from minillm.course.prompts import CHAT_PROMPTS
+from minillm.course.setting import Setting
+from minillm.course.show import plots
+from minillm.course.show.live import bar, progress
+from minillm.course.show.recorded import ledger, recorded
+from minillm.course.show.source import show_source
+from minillm.course.show.tables import text_table
 from minillm.ladder.attention import RowSpan, StepAttention
 from minillm.ladder.continuous import Scheduler
 from minillm.ladder.decode import decode_cached
 from minillm.ladder.engine import ModelExecutor
 from minillm.ladder.quantized import KVStorage, kv_bytes_per_token, native_format
 from minillm.ladder.static import StaticBatching
-from minillm.measure import batching, chapters, knee, limits
+from minillm.load.source import DEFAULT
 from minillm.measure.measurement import device_name
-from minillm.measure.prompts import CHAT_PROMPTS
 from minillm.measure.roofline import StepShape, least_work, measure_ceilings
-from minillm.measure.setting import Setting
 from minillm.measure.workload import articles_static
-from minillm.model.source import DEFAULT
-from minillm.show import plots
-from minillm.show.live import bar, progress
-from minillm.show.recorded import ledger, recorded
-from minillm.show.source import show_source
-from minillm.show.tables import text_table
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 model = minillm.load_model(dtype="fp32")

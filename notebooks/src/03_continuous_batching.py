@@ -28,20 +28,20 @@ import os
 
 import minillm
 from minillm import Engine, SamplingParams, metrics
+from minillm.course.experiments import batching, chapters
+from minillm.course.prompts import CHAT_PROMPTS
+from minillm.course.setting import Setting
+from minillm.course.show import plots
+from minillm.course.show.live import bar, progress
+from minillm.course.show.recorded import ledger, recorded
+from minillm.course.show.source import show_source
+from minillm.course.show.tables import text_table
+from minillm.course.show.widgets import schedule_stepper
 from minillm.ladder.continuous import ContinuousBatching, Scheduler
 from minillm.ladder.static import StaticBatching
-from minillm.measure import batching, chapters
+from minillm.load.source import DEFAULT
 from minillm.measure.measurement import device_name
-from minillm.measure.prompts import CHAT_PROMPTS
-from minillm.measure.setting import Setting
 from minillm.measure.workload import articles_static, lognormal
-from minillm.model.source import DEFAULT
-from minillm.show import plots
-from minillm.show.live import bar, progress
-from minillm.show.recorded import ledger, recorded
-from minillm.show.source import show_source
-from minillm.show.tables import text_table
-from minillm.show.widgets import schedule_stepper
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 model = minillm.load_model(dtype="fp32")

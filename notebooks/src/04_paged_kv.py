@@ -31,20 +31,20 @@ import torch
 
 import minillm
 from minillm import Engine, SamplingParams
+from minillm.course.experiments import chapters
+from minillm.course.prompts import CHAT_PROMPTS
+from minillm.course.show import plots
+from minillm.course.show.live import bar
+from minillm.course.show.recorded import ledger, recorded
+from minillm.course.show.source import show_source
+from minillm.course.show.tables import text_table
+from minillm.course.show.widgets import pool_explorer
 from minillm.ladder.decode import SequenceCache
 from minillm.ladder.paged import BlockPool, Paged, Slots
 from minillm.ladder.quantized import kv_bytes_per_token
-from minillm.measure import chapters
+from minillm.load.source import DEFAULT
 from minillm.measure.measurement import device_name
-from minillm.measure.prompts import CHAT_PROMPTS
 from minillm.measure.workload import lognormal
-from minillm.model.source import DEFAULT
-from minillm.show import plots
-from minillm.show.live import bar
-from minillm.show.recorded import ledger, recorded
-from minillm.show.source import show_source
-from minillm.show.tables import text_table
-from minillm.show.widgets import pool_explorer
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 model = minillm.load_model(dtype="fp32")

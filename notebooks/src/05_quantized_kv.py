@@ -31,19 +31,20 @@ import torch
 
 import minillm
 from minillm import quantize_weights
+from minillm.course.experiments import chapters, formats
+from minillm.course.experiments.key_errors import calibrated, errors, per_channel, per_token, queries_and_keys
+from minillm.course.setting import Setting
+from minillm.course.show import plots
+from minillm.course.show.live import bar, progress
+from minillm.course.show.recorded import ledger, recorded
+from minillm.course.show.source import show_source
+from minillm.course.show.tables import text_table
 from minillm.ladder.quantized import ChannelScaling, KVStorage, Rotation, ScaledStore, kv_bytes_per_token
-from minillm.measure import chapters, formats, metrics
-from minillm.measure.key_errors import calibrated, errors, per_channel, per_token, queries_and_keys
+from minillm.measure import metrics
 from minillm.measure.measurement import device_name
 from minillm.measure.quality import copy_row, loss_row, python_help, repeated, token_losses
-from minillm.measure.setting import Setting
 from minillm.measure.workload import lognormal
 from minillm.model.codes import int4_encode, int8_decode, int8_encode
-from minillm.show import plots
-from minillm.show.live import bar, progress
-from minillm.show.recorded import ledger, recorded
-from minillm.show.source import show_source
-from minillm.show.tables import text_table
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 model = minillm.load_model(dtype="fp32")

@@ -31,7 +31,15 @@ from IPython.display import HTML, display
 
 import minillm
 from minillm import Engine, SamplingParams
-from minillm.ladder.drafter import Drafter, DrafterProposer, load_drafter, read_card
+from minillm.course.experiments import speculation
+from minillm.course.prompts import CHAT_PROMPTS, COPY_PROMPTS
+from minillm.course.show import plots
+from minillm.course.show.explore import Watched, draft_rounds, rounds_html
+from minillm.course.show.recorded import ledger, recorded
+from minillm.course.show.source import show_source
+from minillm.course.show.tables import text_table
+from minillm.course.show.widgets import draft_stepper
+from minillm.extras.drafter import Drafter, DrafterProposer, load_drafter, read_card
 from minillm.ladder.quantized import kv_bytes_per_token
 from minillm.ladder.speculative import (
     NgramIndex,
@@ -41,15 +49,7 @@ from minillm.ladder.speculative import (
     verify_greedy,
     verify_sampled,
 )
-from minillm.measure import speculation
 from minillm.measure.measurement import device_name
-from minillm.measure.prompts import CHAT_PROMPTS, COPY_PROMPTS
-from minillm.show import plots
-from minillm.show.explore import Watched, draft_rounds, rounds_html
-from minillm.show.recorded import ledger, recorded
-from minillm.show.source import show_source
-from minillm.show.tables import text_table
-from minillm.show.widgets import draft_stepper
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 model = minillm.load_model(dtype="fp32")
@@ -201,9 +201,9 @@ plots.curves(
 show_source(Drafter.forward, DrafterProposer.observe)
 
 # %% [markdown]
-# Its card says how far it was trained, by `python -m minillm.measure.train_drafter`: on text that the target wrote,
-# beginning with the best linear guess at the next state (a ridge regression from the two inputs) and a layer that
-# adds nothing, which then learns to. Two cores need half an hour for all of it.
+# Its card says how far it was trained, by `python -m minillm.course.drafter_training.training`: on text that
+# the target wrote, beginning with the best linear guess at the next state (a ridge regression from the two inputs)
+# and a layer that adds nothing, which then learns to. Two cores need half an hour for all of it.
 
 # %%
 # NBVAL_CHECK_OUTPUT

@@ -29,16 +29,16 @@ from statistics import mean
 
 import minillm
 from minillm import metrics
-from minillm.measure import limits, service, traffic
+from minillm.course.experiments import limits, service, traffic
+from minillm.course.setting import Setting
+from minillm.course.show import service_plots
+from minillm.course.show.live import progress
+from minillm.course.show.recorded import ledger, recorded
+from minillm.course.show.source import show_source
+from minillm.course.show.tables import text_table
 from minillm.measure.measurement import device_name
-from minillm.measure.setting import Setting
 from minillm.measure.virtual import CostModel, virtual_engine
 from minillm.measure.workload import WorkItem, chat, play
-from minillm.show import service_plots
-from minillm.show.live import progress
-from minillm.show.recorded import ledger, recorded
-from minillm.show.source import show_source
-from minillm.show.tables import text_table
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 setting = Setting(quick=QUICK, progress=progress)

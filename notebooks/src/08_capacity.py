@@ -28,19 +28,19 @@ import os
 from dataclasses import replace
 
 from minillm import Engine, RequestError, SamplingParams
+from minillm.course.experiments import chapters, memory, service
+from minillm.course.setting import Setting
+from minillm.course.show import plots
+from minillm.course.show.explore import explore_capacity
+from minillm.course.show.recorded import ledger
+from minillm.course.show.source import show_source
+from minillm.course.show.tables import text_table
+from minillm.course.show.widgets import capacity_explorer
 from minillm.ladder.quantized import KVStorage, kv_bytes_per_token
-from minillm.measure import chapters, memory, service
 from minillm.measure.capacity import capacity
 from minillm.measure.roofline import StepShape
-from minillm.measure.setting import Setting
 from minillm.measure.virtual import CostModel
 from minillm.model.config import ModelConfig
-from minillm.show import plots
-from minillm.show.explore import explore_capacity
-from minillm.show.recorded import ledger
-from minillm.show.source import show_source
-from minillm.show.tables import text_table
-from minillm.show.widgets import capacity_explorer
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 llama = ModelConfig.preset("llama-3-8b")

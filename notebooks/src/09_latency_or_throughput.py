@@ -29,14 +29,15 @@ if importlib.util.find_spec("minillm") is None:
 # %%
 import os
 
-from minillm.measure import fleet, memory, service, traffic
-from minillm.measure.setting import Setting
+from minillm.course.experiments import memory, service, traffic
+from minillm.course.setting import Setting
+from minillm.course.show import service_plots
+from minillm.course.show.live import progress
+from minillm.course.show.recorded import ledger, recorded
+from minillm.course.show.source import show_source
+from minillm.course.show.tables import text_table
+from minillm.measure import fleet
 from minillm.measure.workload import lognormal
-from minillm.show import service_plots
-from minillm.show.live import progress
-from minillm.show.recorded import ledger, recorded
-from minillm.show.source import show_source
-from minillm.show.tables import text_table
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 setting = Setting(quick=QUICK, progress=progress)

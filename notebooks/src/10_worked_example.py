@@ -35,18 +35,18 @@ if importlib.util.find_spec("minillm") is None:
 import os
 
 from minillm import ModelConfig, metrics
-from minillm.measure import service, traffic
+from minillm.course.experiments import service, traffic
+from minillm.course.setting import Setting
+from minillm.course.show import plots, service_plots
+from minillm.course.show.live import progress
+from minillm.course.show.recorded import ledger
+from minillm.course.show.source import show_source
+from minillm.course.show.tables import text_table
+from minillm.load.source import DEFAULT
 from minillm.measure.measurement import device_name
 from minillm.measure.roofline import StepShape
-from minillm.measure.setting import Setting
 from minillm.measure.simulation import beside_the_articles, worked_example_rows
 from minillm.measure.virtual import CostModel
-from minillm.model.source import DEFAULT
-from minillm.show import plots, service_plots
-from minillm.show.live import progress
-from minillm.show.recorded import ledger
-from minillm.show.source import show_source
-from minillm.show.tables import text_table
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 setting = Setting(quick=QUICK, progress=progress)

@@ -30,14 +30,15 @@ import os
 
 from IPython.display import display
 
-from minillm.measure import diagnose, traffic
-from minillm.measure.diagnose import CASES, CURES
-from minillm.measure.setting import Setting
-from minillm.show import service_plots
-from minillm.show.live import progress
-from minillm.show.recorded import ledger
-from minillm.show.source import show_source
-from minillm.show.tables import text_table
+from minillm.course import diagnose
+from minillm.course.diagnose import CASES, CURES
+from minillm.course.experiments import traffic
+from minillm.course.setting import Setting
+from minillm.course.show import service_plots
+from minillm.course.show.live import progress
+from minillm.course.show.recorded import ledger
+from minillm.course.show.source import show_source
+from minillm.course.show.tables import text_table
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 REQUESTS = 30 if QUICK else 120

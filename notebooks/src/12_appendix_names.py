@@ -24,8 +24,8 @@ from pathlib import Path
 
 from IPython.display import Markdown
 
-from minillm.show.names import NAMES, names_table, resolve
-from minillm.show.recorded import recorded
+from minillm.course.show.names import NAMES, names_table, resolve
+from minillm.course.show.recorded import recorded
 
 # %% [markdown]
 # ## Predict

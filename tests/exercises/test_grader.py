@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import pytest
 
 from minillm.cli import main
-from minillm.grading import classroom, report
-from minillm.grading.exercises import find, load_all
-from minillm.grading.runner import Limits, grade_notebook
+from minillm.course.grading import classroom, report
+from minillm.course.grading.exercises import find, load_all
+from minillm.course.grading.runner import Limits, grade_notebook
 
 FOLDER = Path(__file__).resolve().parents[2] / "exercises"
 NAME = "05_block_pool"
@@ -163,8 +163,8 @@ HARMLESS = {
         "import random, traceback\nrandom.random = lambda: 4\nrandom.Random.sample = None\n"
         "traceback.extract_tb = lambda *a: []\n", "random.random was replaced"),
     "checks replaced": (
-        "from minillm.grading import checks\nchecks.run_check = lambda *a: None\nchecks.Check.run = None\n",
-        "minillm.grading.checks.run_check was replaced"),
+        "from minillm.course.grading import checks\nchecks.run_check = lambda *a: None\nchecks.Check.run = None\n",
+        "minillm.course.grading.checks.run_check was replaced"),
     "a cell that fails": ("1 / 0", "ZeroDivisionError"),
     "magics": ("%matplotlib inline\n!ls\nx = 1", ""),
     "environment": ("import os\nassert 'MINILLM_TEST_SECRET' not in os.environ", ""),

@@ -9,7 +9,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from minillm.grading.exercises import load_all
+from minillm.course.grading.exercises import load_all
 
 FOLDER = Path(__file__).resolve().parents[2] / "exercises"
 EXERCISES = load_all()

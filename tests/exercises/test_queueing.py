@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from minillm.grading.queueing import (
+from minillm.course.grading.queueing import (
     OrderedScheduler,
     Prompt,
     in_order_of_arrival,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from minillm.grading.servers import SERVERS, TREATMENTS, complaint, run
+from minillm.course.grading.servers import SERVERS, TREATMENTS, complaint, run
 
 CURES = {"batch_cap": "more_rows", "memory": "int8_kv", "prompts": "prefix_cache", "knee": "second_server"}
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from wrong_answers import SECONDS, Mutant, Solution, by_rule, outcomes
 
-from minillm.grading.checks import Exercise, Task
-from minillm.grading.exercises import load_all
+from minillm.course.grading.checks import Exercise, Task
+from minillm.course.grading.exercises import load_all
 
 EXERCISES = load_all()
 TASKS = [(exercise, task) for exercise in EXERCISES for task in exercise.tasks]

@@ -1,0 +1,148 @@
+"""The list of experiments, and how one is run.
+
+An experiment is a function of a `Setting` that returns a `Measurement`. Notebook, command
+line and README show what these return, and nothing else. To add one, write the function and
+name it below, with the claims that its rows settle (`measure/claims.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from minillm.course.experiments import batching, formats, knee, limits, memory, prediction, speculation, traffic
+from minillm.course.experiments import ladder as rungs
+from minillm.course.setting import Setting
+from minillm.measure import decode_bench
+from minillm.measure.measurement import (
+    EXACT,
+    VIRTUAL,
+    Measurement,
+    MeasurementError,
+    current_commit,
+    device_name,
+    measurement_path,
+)
+
+Run = Callable[[Setting], Measurement]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """claims: those that it settles, by id. seconds: about what it takes with `--quick` on two cores.
+
+    tables: what to print, {column: title} each; without any, one table of all columns.
+    """
+
+    name: str
+    run: Run
+    about: str
+    claims: tuple[str, ...] = ()
+    seconds: float = 1.0
+    tables: tuple[Mapping[str, str], ...] = ()
+
+
+EXPERIMENTS = {
+    experiment.name: experiment
+    for experiment in (
+        Experiment("ladder", rungs.ladder_experiment, "every rung on the same prompts", (), 20),
+        Experiment("decode", decode_bench.decode, "decode steps by batch, and their shares of the limits", (), 5),
+        Experiment("decode_step", limits.decode_step, "a step of one row against the bytes that it reads", ("A1",)),
+        Experiment("prefill", limits.prefill, "prompts by length and number, beside decoding", ("A2", "A3")),
+        Experiment("cost_by_length", limits.cost_by_length, "a token behind a text of so many", ("A4",), 5),
+        Experiment("utilisation", limits.utilisation, "what the usual gauge reads at batch 1 and 64", ("A5",), 8),
+        Experiment("batch_curve", batching.batch_curve, "a step's time by its rows", ("B1", "B2", "B8"), 5),
+        Experiment("knee", knee.knee, "where more clients stop paying", ("B3",), 15),
+        Experiment("idle_slots", batching.idle_slots, "slots held by nobody, counted", ("B4", "B5")),
+        Experiment("continuous_vs_static", batching.continuous_vs_static, "chat lengths in equal memory", ("B6",), 30),
+        Experiment("gain_by_spread", batching.gain_by_spread, "continuous over static by spread", ("B7",), 5),
+        Experiment("stall_by_chunking", batching.stall_by_chunking, "one long prompt among streams", (), 5),
+        Experiment("replicas", traffic.replicas, "the same traffic on 1 to 8 GPUs", ("B9",), 3),
+        Experiment("capacity_sum", memory.capacity_sum, "how many requests fit", ("C1", "C2", "C5", "C7", "C10")),
+        Experiment("memory_by_policy", memory.memory_by_policy, "slots and pages in the same bytes", ("C3",), 5),
+        Experiment("prefix_sharing", memory.prefix_sharing, "one prompt's start stored for all", ("C8",), 5),
+        Experiment("speculation", speculation.speculation, "drafts by length, acceptance and batch",
+                   ("E1", "E2", "E3", "E4"), 60),
+        Experiment("cost_of_blocks", memory.cost_of_blocks, "one run of memory against blocks", (), 5),
+        Experiment("kv_quality", formats.kv_quality, "KV formats: bytes, and quality against fp32",
+                   ("C6", "D1", "D2", "D4", "D5"), 80, formats.KV_TABLES),
+        Experiment("key_errors", formats.key_errors, "int4 keys: errors of each way to store them", (), 10),
+        Experiment("weight_quality", formats.weight_quality, "weight formats: quality against the weights as loaded",
+                   (), 60, formats.WEIGHT_TABLES),
+        Experiment("weight_speed", formats.weight_speed, "weight formats: a decode step, and room for cache",
+                   ("D3",), 15),
+        Experiment("kv_concurrency", formats.kv_concurrency, "KV formats in the same bytes: requests at once, speed",
+                   (), 10),
+        Experiment("out_of_cache", memory.out_of_cache, "a server that refuses while it computes little", ("C4",), 2),
+        Experiment("output_caps", memory.output_caps, "what a cap on answers saves", ("C9",), 2),
+        Experiment("virtual_prediction", prediction.virtual_prediction, "one run predicts others", (), 130),
+        Experiment("load_sweep", traffic.load_sweep, "one GPU from 1 to 256 clients", ("F1",), 2),
+        Experiment("pools", traffic.pools, "chats and offline work, mixed and apart", ("F2",), 3),
+        Experiment("caps_and_caching", traffic.caps_and_caching, "capped answers, cached prompts", ("F3",), 3),
+        Experiment("watch", traffic.watch, "every figure that is worth watching", ("F4",), 1),
+        Experiment("achieved_batch", traffic.achieved_batch, "a batch of 3, and one that fills", ("F5",), 3),
+        Experiment("cures", traffic.cures, "symptom, cure, before and after", ("F6",), 5),
+        Experiment("disaggregation", traffic.disaggregation, "prefill and decoding apart", ("F7",), 3),
+        Experiment("worked_example", traffic.worked_example, "8B on one A100", ("G1", "G2", "G3"), 3),
+        Experiment("worked_example_here", traffic.worked_example_here, "the same three set-ups on this device", (), 10),
+    )
+}
+
+
+def find(name: str) -> Experiment:
+    """An experiment by name; ValueError lists the names."""
+    if name not in EXPERIMENTS:
+        raise ValueError(f"unknown experiment {name!r}; known: {', '.join(EXPERIMENTS)}")
+    return EXPERIMENTS[name]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one experiment."""
+
+    measurement: Measurement
+    seconds: float
+
+    def report(self, budget_s: float | None = None) -> str:
+        """How long it took, and what that means for its rows."""
+        text = f"{self.seconds:.1f} s"
+        if self.measurement.missing:
+            return f"{text}, {self.measurement.missing}"
+        if budget_s is not None and self.seconds > budget_s:
+            return f"{text}, past its budget of {budget_s:g} s, at which it cannot stop between rows"
+        return text
+
+
+def run_experiment(name: str, setting: Setting) -> Outcome:
+    """Run one and check its rows; ValueError for an unknown name, MeasurementError for rows that cannot be right."""
+    experiment = find(name)
+    setting.begin()
+    measurement = experiment.run(setting)
+    if measurement.experiment != name:
+        raise MeasurementError(f"{name} returned the rows of {measurement.experiment!r}: its file would not be found")
+    measurement.check()
+    if setting.cut:
+        measurement = replace(measurement, cut_at_s=setting.budget_s)
+    return Outcome(measurement, time.perf_counter() - setting.started)
+
+
+def recorded_here(name: str, setting: Setting, root: Path) -> Measurement | None:
+    """What this commit has left of it for this device, if it has all rows that the budget now allows.
+
+    So what was cut counts for no larger budget than its own. A file that cannot be read does
+    not count, and a commit with changes on top has left none.
+    """
+    allowed = math.inf if setting.budget_s is None else setting.budget_s
+    for place in (device_name(setting.model.device), VIRTUAL, EXACT):
+        if measurement_path(place, name, root).exists():
+            try:
+                stored = Measurement.load(place, name, root)
+            except MeasurementError:
+                return None
+            whole = stored.cut_at_s is None or stored.cut_at_s >= allowed
+            commit = stored.provenance.commit
+            return stored if whole and commit == current_commit() and not commit.endswith("-dirty") else None
+    return None

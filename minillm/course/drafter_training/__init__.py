@@ -1,0 +1,1 @@
+"""How the weights of the drafter in `extras` were made, and how to make them again."""

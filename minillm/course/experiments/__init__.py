@@ -1,0 +1,1 @@
+"""The experiments: each a function that measures something and returns a `Measurement`."""

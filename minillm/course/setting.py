@@ -1,0 +1,115 @@
+"""Where and how large an experiment runs: what every experiment is given."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+from minillm.ladder.quantized import native_format
+from minillm.load.source import DEFAULT
+from minillm.load.tokenizer import Tokenizer, load_tokenizer
+from minillm.load.weights import load_model
+from minillm.measure.roofline import Ceilings, StepShape, least_work, measure_ceilings
+from minillm.model.config import ModelConfig
+from minillm.model.llama import Llama
+
+GPU_MODEL = "random:llama-3-8b"  # on a GPU the default model is too small to be worth timing
+Item = TypeVar("Item")
+
+
+class _Silent:
+    """A progress bar that shows nothing."""
+
+    def update(self, number: int) -> None: ...
+
+
+Progress = Callable[[str, int], AbstractContextManager[Any]]  # (label, total) -> a bar with `update`
+
+
+def silent(label: str, total: int) -> AbstractContextManager[_Silent]:
+    """A progress bar where nobody looks."""
+    return nullcontext(_Silent())
+
+
+@dataclass
+class Setting:
+    """What an experiment is to run on.
+
+    quick: sizes for a look or a test, seconds each. device: as in `load_model`. budget_s:
+    seconds after which `each` gives no further item, and `cut` says that it did. Model,
+    tokenizer and ceilings are made when they are first asked for, and kept.
+    """
+
+    quick: bool = False
+    model_name: str = DEFAULT
+    device: str = "auto"
+    seed: int = 0
+    progress: Progress = silent
+    budget_s: float | None = None
+    cut: bool = False
+    started: float = field(default_factory=time.perf_counter)
+
+    @cached_property
+    def model(self) -> Llama:
+        return load_model(self.model_name, self.device)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.model_name)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
+    def gpu(self) -> bool:
+        """Whether the model is on a GPU: sizes follow it."""
+        return self.model.device.type == "cuda"
+
+    @property
+    def timed_name(self) -> str:
+        """The model whose steps are timed, where the text does not matter: on a GPU one that is worth a GPU."""
+        return GPU_MODEL if self.gpu and self.model_name == DEFAULT else self.model_name
+
+    @cached_property
+    def timed_model(self) -> Llama:
+        return self.model if self.timed_name == self.model_name else load_model(self.timed_name, self.device)
+
+    @cached_property
+    def ceilings(self) -> Ceilings:
+        """Bandwidth and matmul rate of the device, measured once."""
+        return measure_ceilings(self.model.device, self.model.dtype)
+
+    def shares(self, shape: StepShape, seconds: float) -> dict[str, float]:
+        """What a step of the timed model took, beside the least that it needs: MBU and MFU (`roofline.py`)."""
+        model = self.timed_model
+        work = least_work(model.config, native_format(model.dtype), shape, model.weight_bytes)
+        return {
+            "least_ms": self.ceilings.least_seconds(work) * 1e3,
+            "mbu": self.ceilings.mbu(work, seconds), "mfu": self.ceilings.mfu(work, seconds),
+        }
+
+    def size(self, quick: Item, full: Item, gpu: Item | None = None) -> Item:
+        """The size to run at: `gpu` on a GPU if given, `full` elsewhere, `quick` on request."""
+        if self.quick:
+            return quick
+        return gpu if gpu is not None and self.gpu else full
+
+    def begin(self) -> None:
+        """Start the clock of the budget."""
+        self.started, self.cut = time.perf_counter(), False
+
+    def each(self, label: str, items: Iterable[Item]) -> Iterator[Item]:
+        """The items, under a progress bar, for as long as the budget lasts; the first is always given."""
+        items: Sequence[Item] = list(items)
+        with self.progress(label, len(items)) as bar:
+            for number, item in enumerate(items):
+                if number and self.budget_s is not None and time.perf_counter() - self.started > self.budget_s:
+                    self.cut = True
+                    return
+                yield item
+                bar.update(1)

@@ -1,0 +1,76 @@
+"""The committed measurements of an experiment, as text to stand beside what was measured just now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from minillm.course.ledger import LEDGER, Claim, Finding, find_all, judged
+from minillm.course.show.tables import filled, text_table
+from minillm.course.verdicts import NOT_MEASURED, Missing, Rows
+from minillm.measure.measurement import EXACT, MEASUREMENTS, SEE_ROWS, VIRTUAL, Measurement
+
+
+def recorded(experiment: str, columns: Mapping[str, str], root: Path = MEASUREMENTS, **wanted) -> str:
+    """A table for each device on which `experiment` was recorded; a line that says so where no GPU was among them.
+
+    wanted: values that a row must have to be shown, by column.
+    """
+    runs = [
+        Measurement.load(file.parent.name, experiment, root) for file in sorted(Path(root).glob(f"*/{experiment}.json"))
+    ]
+    shown = [[row for row in run.rows if all(row.get(name) == value for name, value in wanted.items())] for run in runs]
+    tables = [text_table(rows, filled(rows, columns)) for rows in shown]
+    parts = [f"{heading(run)}\n{table}" for run, table in zip(runs, tables, strict=True)]
+    if not any(on_gpu(run) for run in runs):
+        parts.append(f"No GPU run of {experiment!r} is recorded yet, so none is shown.")
+    return "\n\n".join(parts)
+
+
+def heading(run: Measurement) -> str:
+    """Where and when a measurement was made."""
+    p = run.provenance
+    ran = () if p.model == SEE_ROWS else (f"{p.model} in {p.dtype}", f"torch {p.torch}")
+    parts = p.device, *ran, p.date[:10], f"commit {p.commit[:10]}", run.missing
+    return ", ".join(part for part in parts if part)
+
+
+def on_gpu(run: Measurement) -> bool:
+    """Whether a CUDA device made it."""
+    return "CUDA" in run.provenance.driver
+
+
+def ledger(here: Mapping[str, Rows | None], root: Path = MEASUREMENTS) -> str:
+    """What is known of some claims, by id: the verdict on rows that were measured just now, and on each recorded run.
+
+    here: None for a claim of which this page measured nothing. ValueError for an unknown claim.
+    """
+    known = {claim.id: claim for claim in LEDGER}
+    if strangers := [id for id in here if id not in known]:
+        raise ValueError(f"no claims {', '.join(strangers)}; known: {', '.join(known)}")
+    lines, no_gpu = [], []
+    for claim, rows in ((known[id], rows) for id, rows in here.items()):
+        lines.append(f"{claim.id}  {claim.sentence}" + (f"  [the articles: {claim.figure}]" if claim.figure else ""))
+        if rows is not None:
+            lines.append(f"    here: {verdict_on(claim, rows)}")
+        recorded_runs = find_all(root, (claim,))
+        lines += [f"    {where(finding)}: {finding.verdict}: {finding.measured}" for finding in recorded_runs]
+        if not {finding.kind for finding in recorded_runs} & {"GPU", VIRTUAL, EXACT}:
+            no_gpu.append(claim.id)
+    if no_gpu:
+        lines.append(f"No GPU run is recorded yet for {', '.join(no_gpu)}.")
+    return "\n".join(lines)
+
+
+def verdict_on(claim: Claim, rows: Rows) -> str:
+    """The ledger's own verdict on rows, in words; what is missing, where they are too few to tell."""
+    try:
+        verdict = judged(claim, rows)
+    except Missing as missing:
+        return f"{NOT_MEASURED}: {missing}"
+    return f"{verdict.word}: {verdict.measured}"
+
+
+def where(finding: Finding) -> str:
+    """On what a finding was made."""
+    return f"recorded, {finding.device}" if finding.kind in ("GPU", "CPU") else finding.device or "recorded"

@@ -1,0 +1,257 @@
+"""Pictures of limits, load and latency, in the style of `plots`. Titles state what the drawn rows say.
+
+What is drawn is worked out by functions that need no figure, which the tests compare
+with the metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import zip_longest
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator, PercentFormatter
+
+from minillm.course.experiments.service import littles_law, lives, number_present
+from minillm.course.show import plots
+from minillm.course.show.plots import COLOURS, GREY, LIGHT, drawing, headline
+from minillm.course.show.tables import cell
+from minillm.ladder.records import Records, RequestRecord, StepRecord
+from minillm.measure import metrics
+from minillm.measure.roofline import Ceilings
+
+
+def roofline(rows: Sequence[Mapping], limits: Ceilings, title: str | None = None) -> Figure:
+    """The two limits as one roof, and measured steps under it, from rows of `service.roofline_steps`."""
+    ridge = limits.flops_per_s / limits.bytes_per_s
+    ends = [min(0.5 * rows[0]["flop_per_byte"], 0.1 * ridge), 4 * max(ridge, *(row["flop_per_byte"] for row in rows))]
+    xs = [ends[0], ridge, ends[1]]
+    if title is None:
+        one, most = rows[0], max(rows, key=lambda row: row["flop_per_byte"])
+        title = (f"One decoded token uses {one['mbu']:.0%} of the bandwidth and {one['mfu']:.1%} of the matmul rate; "
+                 f"{most['kind']} of {most['tokens']} tokens {most['mbu']:.0%} and {most['mfu']:.0%}")
+    with drawing(size=(9, 4.8)) as (figure, axes):
+        ax = axes[0, 0]
+        roof = [min(x * limits.bytes_per_s, limits.flops_per_s) / 1e9 for x in xs]
+        ax.plot(xs, roof, color="black", label="roof: bandwidth, then matmul rate")
+        ax.axvline(ridge, color=GREY, linewidth=1, linestyle=":")
+        ax.annotate(f"ridge: {ridge:.1f} FLOP a byte", (ridge, 0), xycoords=("data", "axes fraction"), xytext=(-5, 6),
+                    textcoords="offset points", ha="right", fontsize=9, color="black")
+        for (kind, marker), shade in zip((("decode", "o"), ("prefill", "s")), COLOURS, strict=False):
+            some = [row for row in rows if row["kind"] == kind]
+            ax.plot([row["flop_per_byte"] for row in some], [row["gflop_per_s"] for row in some], marker,
+                    color=shade, label=f"{kind} (number: tokens)")
+            for row in some:
+                below = kind == "prefill"
+                ax.annotate(row["tokens"], (row["flop_per_byte"], row["gflop_per_s"]), fontsize=9, color=shade,
+                            xytext=(0, -15 if below else 7), textcoords="offset points", ha="center")
+        ax.set(xscale="log", yscale="log", xlabel="arithmetic per byte read: FLOP / byte", ylabel="GFLOP/s")
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter(plots.thousands)
+            axis.set_minor_locator(NullLocator())
+        ax.grid(color=LIGHT)
+        figure.legend(loc="outside lower center", ncols=3, fontsize=10)
+        headline(figure, title)
+    return figure
+
+
+# -- one run, over time ---------------------------------------------------------------------------
+
+
+def request_lives(records: Records, title: str | None = None) -> Figure:
+    """Each request as a bar from arrival to finish: waiting hatched, prompt dark, answer in colour."""
+    ordered = sorted(records.requests, key=lambda record: (record.arrival, record.first_scheduled))
+    if title is None:
+        waits = [record.first_scheduled - record.arrival for record in ordered]
+        share = sum(waits) / sum(record.first_token - record.arrival for record in ordered)
+        title = f"{share:.0%} of all time to first token is waiting in the queue; the longest wait {max(waits):.2g} s"
+    began = records.began
+    with drawing(size=(9.5, min(6.5, 1.8 + 0.14 * len(ordered)))) as (figure, axes):
+        ax = axes[0, 0]
+        for line, record in enumerate(ordered):
+            shade = plots.colour(1)
+            parts = ((record.arrival, record.first_scheduled, {"facecolor": "white", "edgecolor": COLOURS[5],
+                                                                "hatch": plots.HATCH, "linewidth": 0.6}),
+                     (record.first_scheduled, record.first_token, {"facecolor": plots.darker(shade)}),
+                     (record.first_token, record.finish, {"facecolor": shade}))
+            for start, end, look in parts:
+                ax.broken_barh([(start - began, end - start)], (line + 0.1, 0.8), **look)
+        ax.set(xlabel="seconds", ylabel="requests, in order of arrival", ylim=(len(ordered), 0))
+        keys = [Patch(facecolor="white", edgecolor=COLOURS[5], hatch=plots.HATCH, label="in the queue"),
+                Patch(color=plots.darker(plots.colour(1)), label="prompt: to the first token"),
+                Patch(color=plots.colour(1), label="answer")]
+        figure.legend(handles=keys, loc="outside lower center", ncols=3)
+        headline(figure, title)
+    return figure
+
+
+def over_time(runs: Mapping[str, Records], title: str | None = None, at: float | None = None) -> Figure:
+    """Rows of the step, its duration, requests waiting, and the share of the cache that is held, one column a run.
+
+    at: a moment to mark. Needs records="all".
+    """
+    if title is None:
+        parts = [f"{metrics.batch(records)['mean_rows']:.1f} rows on average, "
+                 + (f"up to {most} waiting" if (most := records.peaks["waiting"]) else "nobody waiting")
+                 for records in runs.values()]
+        title = ";  ".join(f"{name}: {part}" for name, part in zip(runs, parts, strict=True))
+        title = title if len(runs) > 1 else parts[0]
+    panels = (("rows in a step", useful_rows), ("ms a step", lambda step: 1e3 * step.duration),
+              ("waiting", lambda step: step.waiting), ("cache held", cache_share))
+    with drawing(4, len(runs), size=(max(7, 5 * len(runs)), 7), sharex="col", sharey="row") as (figure, axes):
+        for line, (label, value) in enumerate(panels):
+            most = max(value(step) for records in runs.values() for step in records.steps)
+            for ax, records in zip(axes[line], runs.values(), strict=True):
+                times, heights = over_moments(records.steps, value)
+                ax.fill_between([moment - records.began for moment in times], heights, step="post",
+                                color=plots.colour(line + 1), linewidth=0)
+                if at is not None:
+                    ax.axvline(at, color="black", linestyle=":", linewidth=1)
+            first = axes[line, 0]
+            first.set(ylabel=label, ylim=(0, 1 if value is cache_share else max(1, 1.08 * most)))
+            first.yaxis.set_major_locator(MaxNLocator(4, integer=value is not cache_share))
+            first.yaxis.set_major_formatter(PercentFormatter(1) if value is cache_share else plots.thousands)
+        for column, name in enumerate(runs):
+            axes[0, column].set_title(name if len(runs) > 1 else "")
+            axes[-1, column].set_xlabel("seconds")
+        headline(figure, title)
+    return figure
+
+
+def over_moments(steps: Sequence[StepRecord], value: Callable[[StepRecord], float]) -> tuple[list, list]:
+    """(moments, the value from each on): a step's own while it runs, 0 while nothing does.
+
+    Of the steps of several GPUs at once it is the largest. A gap of less than half of the step
+    before it is the engine's own work between two steps, and not idleness.
+    """
+    ordered = sorted(steps, key=lambda step: step.start)
+    spans = []  # of each step: start, end, value
+    for step, follower in zip_longest(ordered, ordered[1:]):
+        end = step.start + step.duration
+        if follower and 0 < follower.start - end < 0.5 * step.duration:
+            end = follower.start
+        spans.append((step.start, end, value(step)))
+    moments = sorted({moment for start, end, _ in spans for moment in (start, end)})
+    heights, running, begun = [], [], 0  # running: a heap of (-value, end)
+    for moment in moments:
+        while begun < len(spans) and spans[begun][0] <= moment:
+            _, end, height = spans[begun]
+            heappush(running, (-height, end))
+            begun += 1
+        while running and running[0][1] <= moment:
+            heappop(running)
+        heights.append(-running[0][0] if running else 0)
+    return moments, heights
+
+
+def useful_rows(step: StepRecord) -> int:
+    """Rows that served somebody."""
+    return step.rows - step.idle_rows
+
+
+def cache_share(step: StepRecord) -> float:
+    """The share of the pool's blocks that somebody holds."""
+    return step.blocks_live / (step.blocks_live + step.blocks_cached + step.blocks_free)
+
+
+def presence(records: Records, title: str | None = None) -> Figure:
+    """How many requests were in the system, over time; the area is the time that all of them spent there."""
+    law = littles_law(lives(records))
+    steps = number_present(lives(records))
+    if title is None:
+        title = (f"{law['rate_per_s']:.3g} requests a second, each staying {law['mean_stay_s']:.3g} s: "
+                 f"{law['mean_present']:.3g} are present on average")
+    with drawing(size=(9, 3.6)) as (figure, axes):
+        ax = axes[0, 0]
+        times, present = [moment - steps[0][0] for moment, _ in steps], [number for _, number in steps]
+        ax.fill_between(times, present, step="post", color=COLOURS[4], linewidth=0)
+        ax.axhline(law["mean_present"], color="black", linestyle="--", linewidth=1.5)
+        ax.annotate(f"mean {law['mean_present']:.2f}", (times[-1], law["mean_present"]), xytext=(0, 4),
+                    textcoords="offset points", ha="right", fontsize=10)
+        ax.set(xlabel="seconds", ylabel="requests in the system", ylim=(0, None))
+        headline(figure, title)
+    return figure
+
+
+# -- latencies ------------------------------------------------------------------------------------
+
+
+def latency_distributions(runs: Mapping[str, Sequence[RequestRecord]], title: str | None = None) -> Figure:
+    """TTFT and the gaps between steps: for each length of time, the share of values that are no longer.
+
+    A mark stands at each p50, and at each p99 that is more than the highest value.
+    """
+    if title is None:
+        tails = {name: metrics.latencies(requests)["ttft_s"] for name, requests in runs.items()}
+        title = "Time to first token, p50 and p90:  " + ";  ".join(
+            f"{name}: {found['p50']:.2g} and {found['p90']:.2g} s" for name, found in tails.items())
+    with drawing(1, 2, size=(10, 4.4), sharey=True) as (figure, axes):
+        for number, (name, requests) in enumerate(runs.items(), start=1):
+            first = [record.first_token - record.arrival for record in requests]
+            gaps = [gap for record in requests for gap in metrics.step_gaps(record)[0]]
+            for ax, values in zip(axes[0], (first, gaps), strict=True):
+                xs, ys = shares(values)
+                ax.step(xs, ys, where="post", color=plots.colour(number), label=f"{name} (n = {len(values):,})",
+                        linestyle=("-", "--", "-.")[(number - 1) % 3])
+                marks = [50] + [99] * (len(values) >= metrics.ENOUGH_FOR_P99)
+                ax.plot([metrics.percentile(values, mark) for mark in marks], [mark / 100 for mark in marks], "o",
+                        color=plots.colour(number))
+        for ax, label in zip(axes[0], ("time to first token, s", "time between two steps' tokens, s"), strict=True):
+            ax.set(xscale="log", xlabel=label, ylim=(0, 1.02))
+            shortest, longest = ax.get_xlim()
+            ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if longest < 30 * shortest else (1,)))
+            ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            ax.xaxis.set_minor_formatter(NullFormatter())
+            ax.grid(color=LIGHT)
+            ax.legend(fontsize=9, loc="lower right")
+        axes[0, 0].set_ylabel("share that is no longer (dots: p50, p99)")
+        axes[0, 0].yaxis.set_major_formatter(PercentFormatter(1))
+        headline(figure, title)
+    return figure
+
+
+def shares(values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """The values in order, and of each the share of all values that are no larger."""
+    ordered = sorted(values)
+    return ordered, [(rank + 1) / len(ordered) for rank in range(len(ordered))]
+
+
+# -- settings side by side ------------------------------------------------------------------------
+
+
+def side_by_side(rows: Sequence[Mapping], label: str, columns: Mapping[str, str], title: str) -> Figure:
+    """One panel a column, one bar a row, each with its value. `columns` maps a column to its title with unit."""
+    size = (min(13, 2.2 + 2.4 * len(columns)), 1.5 + 0.42 * len(rows))
+    with drawing(1, len(columns), size=size, sharey=True) as (figure, axes):
+        names = [str(row[label]) for row in rows]
+        for number, (ax, (column, heading)) in enumerate(zip(axes[0], columns.items(), strict=True), start=1):
+            values = [row[column] or 0 for row in rows]
+            ax.barh(names, values, color=plots.colour(number), height=0.62)
+            for name, row in zip(names, rows, strict=True):
+                ax.annotate(cell(row[column]), (row[column] or 0, name), xytext=(3, 0), textcoords="offset points",
+                            va="center", fontsize=9)
+            ax.set_title(heading, fontsize=10)
+            ax.set_xlim(0, 1.3 * max(values) or 1)
+            ax.tick_params(left=False)
+            ax.xaxis.set_major_locator(MaxNLocator(3))
+            ax.xaxis.set_major_formatter(plots.thousands)
+        axes[0, 0].invert_yaxis()
+        headline(figure, title)
+    return figure
+
+
+def frontier(rows: Sequence[Mapping], label: str, x: str, y: str, title: str, **axes_labels: str) -> Figure:
+    """One point a row, joined in the rows' order, each with its `label`. `axes_labels`: xlabel and ylabel."""
+    with drawing(size=(8, 4)) as (figure, axes):
+        ax = axes[0, 0]
+        ax.plot([row[x] for row in rows], [row[y] for row in rows], marker="o", color=COLOURS[0])
+        for row in rows:
+            ax.annotate(row[label], (row[x], row[y]), xytext=(9, -9), textcoords="offset points", fontsize=10)
+        ax.set(xlim=(0, None), ylim=(0, 1.08 * max(row[y] for row in rows)), **axes_labels)
+        ax.grid(color=LIGHT)
+        ax.yaxis.set_major_formatter(plots.thousands)
+        headline(figure, title)
+    return figure

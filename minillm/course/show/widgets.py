@@ -1,0 +1,120 @@
+"""Sliders over the pictures of `explore.py`, for a notebook with a running kernel.
+
+A panel owns its controls, and moving one draws the picture once. It is one output with
+two faces: a reader with a kernel sees the controls; one without (a page on the web, a
+notebook that was only opened) sees the same picture at its first position, as an image.
+There is no stop button, since a kernel hears of a click only when a cell has ended: every
+move does a bounded amount of work.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable
+
+import ipywidgets
+from matplotlib.figure import Figure
+
+from minillm.course.show import explore
+from minillm.ladder.records import Records
+from minillm.measure.virtual import DEVICES
+from minillm.model.config import PRESETS
+
+_shown: dict[str, Panel] = {}  # by name: a cell that runs again closes what it showed before
+
+
+class Panel:
+    """Controls over what `draw(**positions)` returns: a Figure, or a string of HTML.
+
+    Showing a second panel of the same name closes the first, observers and all.
+    """
+
+    def __init__(self, name: str, draw: Callable[..., Figure | str], **controls: ipywidgets.Widget) -> None:
+        if name in _shown:
+            _shown[name].close()
+        _shown[name] = self
+        self.name, self.draw, self.controls = name, draw, controls
+        self.first = self.picture()
+        self.face = ipywidgets.HTML(self.first) if isinstance(self.first, str) else ipywidgets.Image(value=self.first)
+        self.box = ipywidgets.VBox([*controls.values(), self.face])
+        for control in controls.values():
+            control.observe(self.redraw, names="value")
+
+    def picture(self) -> bytes | str:
+        """What the controls' positions show: the bytes of a PNG, or HTML."""
+        drawn = self.draw(**{name: control.value for name, control in self.controls.items()})
+        return drawn if isinstance(drawn, str) else png(drawn)
+
+    def redraw(self, change: object = None) -> None:
+        """Draw again, after a control has moved."""
+        self.face.value = self.picture()
+
+    def close(self) -> None:
+        """Let go of the controls; what was shown stays as it is."""
+        for control in self.controls.values():
+            control.unobserve_all()
+            control.close()
+        self.face.close()
+        self.box.close()
+        if _shown.get(self.name) is self:
+            del _shown[self.name]
+
+    def _repr_mimebundle_(self, **kwargs) -> dict:
+        """Both faces: the widgets, and the first picture for whoever has no kernel."""
+        twin = {"text/html": self.first} if isinstance(self.first, str) else {
+            "image/png": base64.b64encode(self.first).decode()}
+        return {**self.box._repr_mimebundle_(**kwargs), **twin}
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as the bytes of a PNG file."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=100)
+    return file.getvalue()
+
+
+def _slider(label: str, lowest: int, highest: int, start: int) -> ipywidgets.IntSlider:
+    """A slider that draws when it is let go, so that a drag draws one picture and not fifty."""
+    return ipywidgets.IntSlider(
+        start, lowest, highest, description=label, continuous_update=False, layout={"width": "60%"}
+    )
+
+
+def schedule_stepper(records: Records, start: int = 1) -> Panel:
+    """Step through a schedule: who was in which row. `records` need mode "all"."""
+    return Panel(
+        "schedule", lambda step: explore.schedule_at(records, step),
+        step=_slider("step", 1, len(records.steps), start),
+    )
+
+
+def pool_explorer() -> Panel:
+    """Fill and empty a block pool, as slots or as pages, with and without a shared beginning."""
+    return Panel(
+        "pool", explore.pool_at,
+        steps=_slider("steps", 0, 90, 12),
+        kv=ipywidgets.ToggleButtons(options=["paged", "slots"], description="policy"),
+        shared=ipywidgets.Checkbox(False, description="same first 32 tokens"),
+        block_size=ipywidgets.SelectionSlider(options=[4, 8, 16, 32], value=16, description="block size"),
+    )
+
+
+def capacity_explorer() -> Panel:
+    """How many requests fit on a device, and where its throughput bends."""
+    return Panel(
+        "capacity", explore.capacity_at,
+        device=ipywidgets.Dropdown(options=list(DEVICES), description="device"),
+        model=ipywidgets.Dropdown(options=sorted(PRESETS), value="llama-3-8b", description="model"),
+        context=ipywidgets.SelectionSlider(
+            options=[2**n for n in range(8, 18)], value=4096, description="context", continuous_update=False),
+        kv_format=ipywidgets.ToggleButtons(options=["bf16", "int8", "int4"], description="KV format"),
+    )
+
+
+def draft_stepper(tokenizer, rounds: list[explore.DraftRound], start: int = 1) -> Panel:
+    """Step through the rounds of a speculative decode: what was drafted, what was kept."""
+    return Panel(
+        "drafts", lambda shown: explore.rounds_html(tokenizer, rounds, shown),
+        shown=_slider("round", 1, len(rounds), start),
+    )

@@ -1,0 +1,166 @@
+"""A drafter of one layer, that reads what the target was about to say (EAGLE: Li et al., 2024).
+
+A draft model of its own must find out everything again. The target's last hidden state has
+it all: one decoder layer over these states, and the embeddings of the tokens that were
+then chosen, is enough to guess on.
+
+    place j        reads  token j  and  the target's hidden state behind token j - 1
+                   gives  a guess at the hidden state behind token j, and through the head, at token j + 1
+
+The guess stands in for the hidden state when it drafts a second token, a third, and so on;
+once the target has verified them, the places are fed again with its own states. The drafter
+shares the target's embedding and head. Of the head it keeps the rows of the ids that the
+target's texts are made of: reading all 49,152 would cost several times the layer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load
+from torch import Tensor
+from torch.nn import functional as F
+
+from minillm.fast.linear import Packing, make_linear
+from minillm.ladder.attention import StepAttention, to_device
+from minillm.ladder.continuous import Row
+from minillm.ladder.speculative import DraftModelProposer
+from minillm.model.config import ModelConfig
+from minillm.model.elementwise import rms_norm
+from minillm.model.llama import CacheView, DecoderLayer, Llama, WeightReader, rotation_for
+
+SHAPE = ("hidden_size", "vocab_size", "num_hidden_layers")  # by which a card tells targets apart
+WEIGHTS = Path(__file__).parent.parent / "weights" / "smollm2-135m-instruct-drafter.safetensors"
+
+
+class Drafter:
+    """The layer, what joins its two inputs, and the rows of the target's head that it may propose."""
+
+    def __init__(self, target: Llama, tensors: Mapping[str, Tensor], packed: Packing = "auto") -> None:
+        """tensors: `fuse.weight` [H, 2 H], `ids` [V'], and a decoder layer under transformers' names.
+
+        Raises ValueError where they do not fit the target.
+        """
+        self.target, self.device, self.dtype = target, target.device, target.dtype
+        self.config = replace(target.config, num_hidden_layers=1)
+        hidden = self.config.hidden_size
+        if not self.config.tie_word_embeddings:
+            raise ValueError("the drafter shares the target's embedding as its head; this target's head is another")
+        weights = {name: tensor for name, tensor in tensors.items() if name != "ids"}
+        take = WeightReader(weights, self.device, self.dtype, packed)
+        self.layer = DecoderLayer(self.config, take, 0)
+        self.fuse = take.linear({"fuse": hidden}, 2 * hidden, with_bias=False)
+        take.finish()
+        self.ids = tensors["ids"].long().to(self.device)  # [V']
+        if int(self.ids.max()) >= self.config.vocab_size:
+            raise ValueError(f"the drafter proposes id {int(self.ids.max())}; the target has {self.config.vocab_size}")
+        self.head = make_linear(target.embedding[self.ids], None, packed)  # [V', H]
+
+    def forward(self, tokens: Tensor, positions: Tensor, before: Tensor, cache: CacheView) -> Tensor:
+        """tokens [N], positions [N], before [N, H]: the state before each -> a guess at the state behind it [N, H].
+
+        States are as the head is shown them: after the target's final norm, whose weights are undone
+        here, so that both inputs are of size 1.
+        """
+        embedded = F.embedding(tokens, self.target.embedding)  # [N, H]
+        scaled = F.rms_norm(embedded, embedded.shape[-1:], eps=self.config.rms_norm_eps)
+        x = self.fuse(torch.cat((before / self.target.norm, scaled), dim=-1))
+        rotation = rotation_for(positions, self.target.inverse_frequencies, self.dtype)
+        return self.norm(self.layer.forward(x, rotation, cache, 0))
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """The target's final norm over hidden states [N, H]."""
+        return rms_norm(hidden, self.target.norm, self.config.rms_norm_eps)
+
+
+class DrafterProposer(DraftModelProposer):
+    """Drafts by a `Drafter`, whose keys and values lie under the same block ids, as do the target's states.
+
+    A place may be fed once the state before it is known: so a prompt is read at the first
+    round and not along with the target, and after a round the places of its drafts are fed
+    again, now with true states.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__(drafter)
+        self.bytes_per_token += drafter.config.hidden_size * drafter.dtype.itemsize  # the state in each slot
+
+    def prepare(self, config: ModelConfig, num_blocks: int, block_size: int) -> None:
+        """Make the storage. Raises ValueError if it serves an engine already, or the engine's is another target."""
+        target = self.model.target.config
+        if (config.hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
+            raise ValueError(
+                f"the drafter is for {target.hidden_size} hidden and {target.vocab_size:,} ids; "
+                f"this model has {config.hidden_size} and {config.vocab_size:,}"
+            )
+        super().prepare(config, num_blocks, block_size)
+        self.none_before = self.scratch + 1  # what stands before the first token: zeros
+        self.states = torch.zeros(self.none_before + 1, config.hidden_size, dtype=self.model.dtype,
+                                  device=self.model.device)  # [slots, H]
+        self.guessed: dict[int, Tensor] = {}  # by row, the guess at the state behind its newest draft
+
+    def observe(self, rows: Sequence[Row], slots: Tensor, hidden: Tensor) -> None:
+        """Keep the target's states [N, H] of a step's tokens, in the slots [N] of their keys and values."""
+        self.states[slots] = self.model.norm(hidden)
+
+    def _reads(self, row: Row) -> bool:
+        return row.num_drafts > 0
+
+    def _catch_up(self, rows: Sequence[Row]) -> Tensor:
+        """A round begins: nothing is guessed yet."""
+        self.guessed = {}
+        return super()._catch_up(rows)
+
+    def _feed_drafts(self, rows: Sequence[Row], number: int, drafts: Tensor) -> Tensor:
+        """Keys and values made from a guessed state count for this round only."""
+        logits = super()._feed_drafts(rows, number, drafts)
+        for row in rows:
+            self.filled[self._slots(row.request, row.end + number - 1, row.end + number)] = False
+        return logits
+
+    def _logits(self, rows: Sequence[Row], ids: Tensor, cache: StepAttention) -> Tensor:
+        """-> logits [rows, V], of which only the drafter's own ids can be drafted."""
+        known = [] if self.guessed else [self._slots_before(rows, cache)]
+        positions, last, *known = to_device([cache.positions, cache.first + cache.count - 1, *known], ids.device)
+        before = self.states[known[0]] if known else torch.stack([self.guessed[id(row)] for row in rows])  # [N, H]
+        x = self.model.forward(ids, positions, before, cache)[last]
+        self.guessed = dict(zip(map(id, rows), x, strict=True))
+        logits = x.new_full((len(x), self.vocab_size), -torch.inf)
+        logits[:, self.model.ids] = self.model.head(x)
+        return logits
+
+    def _slots_before(self, rows: Sequence[Row], cache: StepAttention) -> Tensor:
+        """The slot of the token before each of a call's tokens [N]."""
+        slots = []
+        for row, start, count in zip(rows, cache.start.tolist(), cache.count.tolist(), strict=True):
+            own = torch.from_numpy(self._slots(row.request, max(start - 1, 0), start + count - 1))
+            slots.append(own if start else F.pad(own, (1, 0), value=self.none_before))
+        return torch.cat(slots)
+
+
+def read_card(path: Path = WEIGHTS) -> dict:
+    """What is known of the drafter: for which target, how it was made, and what it reached."""
+    return json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+
+
+def fits(target: Llama, card: Mapping) -> bool:
+    """Whether a target has the shape of the one that the drafter was trained for."""
+    return all(getattr(target.config, name) == value for name, value in card["target_shape"].items())
+
+
+def load_drafter(target: Llama, path: Path = WEIGHTS) -> Drafter:
+    """The drafter of SmolLM2-135M-Instruct; its card lies beside it. Trained by `course.drafter_training.training`.
+
+    Raises ValueError where the file or the target is another one.
+    """
+    card, data = read_card(path), path.read_bytes()
+    if (found := hashlib.sha256(data).hexdigest()) != card["sha256"]:
+        raise ValueError(f"{path.name} is damaged: its sha256 is {found}, its card says {card['sha256']}")
+    if not fits(target, card):
+        raise ValueError(f"this drafter is for {card['target']}, of {card['target_shape']}; {target.config} is another")
+    return Drafter(target, load(data))

@@ -1,0 +1,204 @@
+"""Weights by name: from safetensors files, or at random; and `load_model`, which builds a model from them.
+
+Every source is a mapping from transformers' tensor names to tensors that reads a tensor
+when it is asked for one, and keeps none: a model being loaded is never in memory twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from minillm.fast.room import refuse_large_weights
+from minillm.load.gguf_file import GGUFFile
+from minillm.load.source import DEFAULT, ModelNotFound, locate
+from minillm.load.tokenizer import load_tokenizer
+from minillm.model.config import ModelConfig, as_ids
+from minillm.model.llama import Llama
+
+RANDOM = "random:"
+RANDOM_STD = 0.02  # the standard deviation these families are initialised with
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+log = logging.getLogger(__name__)
+
+
+def load_model(
+    name: str | os.PathLike = DEFAULT,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    seed: int = 0,
+) -> Llama:
+    """A model, ready to run.
+
+    name: the default chat model; a directory with config.json and .safetensors; a .gguf
+    file; a Hugging Face id `org/name`; or `random:<preset>`, the real geometry of a
+    `ModelConfig.preset` with weights drawn from `seed`.
+    device: "auto" takes CUDA, then Apple's MPS, then the CPU.
+    dtype: "fp32", "bf16", "fp16"; "auto" is fp32, or on CUDA bf16 (fp16 before Ampere).
+    Raises ValueError for an unknown name, an unsupported model, or one that does not fit in memory,
+    ModelNotFound for missing files.
+    """
+    device = _choose_device(device)
+    dtype = _choose_dtype(dtype, device)
+    if os.fspath(name).startswith(RANDOM):
+        config = ModelConfig.preset(os.fspath(name).removeprefix(RANDOM))
+        tensors = RandomTensors(config, device, dtype, seed)
+    else:
+        path = locate(name)
+        config, tensors = _read_gguf(path) if path.is_file() else _read_directory(path)
+        log.info("%s: a text ends at any of the ids %s", name, config.eos_token_id)
+    with refuse_large_weights(sum(map(math.prod, tensor_shapes(config).values())), dtype, device):
+        return Llama(config, tensors, device, dtype)
+
+
+class SafetensorsDirectory(Mapping[str, Tensor]):
+    """The tensors of a directory's .safetensors files, mapped into memory and read one at a time.
+
+    Raises ModelNotFound if there are none: pickled weights are never opened. ValueError for a damaged one.
+    """
+
+    def __init__(self, directory: str | os.PathLike) -> None:
+        directory = Path(directory)
+        index = directory / "model.safetensors.index.json"
+        if (directory / "model.safetensors").is_file():
+            files = [directory / "model.safetensors"]
+        elif index.is_file():
+            files = [directory / file for file in sorted(set(_read_json(index)["weight_map"].values()))]
+        else:
+            files = sorted(directory.glob("*.safetensors"))
+        if not files:
+            raise ModelNotFound(f"{directory} holds no .safetensors; pickled weights (.bin, .pt) are not read")
+        self._files: dict[str, Any] = {}  # by tensor name, the open file it is in
+        for file in files:
+            try:
+                opened = safe_open(file, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{file} is damaged, or only half there: {error}") from error
+            self._files.update(dict.fromkeys(opened.keys(), opened))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+class RandomTensors(Mapping[str, Tensor]):
+    """Weights of `config`'s shapes, drawn on the device: normal with deviation 0.02, norms at 1.
+
+    A tensor depends on the seed and its own name alone, not on which were asked for before.
+    """
+
+    def __init__(self, config: ModelConfig, device: str | torch.device, dtype: torch.dtype, seed: int = 0) -> None:
+        self.device, self.dtype, self.seed = torch.device(device), dtype, seed
+        self._shapes = tensor_shapes(config)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = torch.empty(self._shapes[name], device=self.device, dtype=self.dtype)
+        if name.endswith("norm.weight"):
+            return tensor.fill_(1)
+        digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
+        generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest[:7]))
+        return tensor.normal_(0, RANDOM_STD, generator=generator)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every weight of a model by transformers' name, with its shape; a linear's is [out, in]."""
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer in range(config.num_hidden_layers):
+        attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+        shapes[f"model.layers.{layer}.input_layernorm.weight"] = (hidden,)
+        for name, rows in (("q", q), ("k", kv), ("v", kv)):
+            shapes[f"{attention}{name}_proj.weight"] = (rows, hidden)
+            if config.attention_bias:
+                shapes[f"{attention}{name}_proj.bias"] = (rows,)
+        shapes[f"{attention}o_proj.weight"] = (hidden, q)
+        if config.has_output_bias:
+            shapes[f"{attention}o_proj.bias"] = (hidden,)
+        if config.has_qk_norm:
+            shapes[f"{attention}q_norm.weight"] = shapes[f"{attention}k_norm.weight"] = (head_dim,)
+        shapes[f"model.layers.{layer}.post_attention_layernorm.weight"] = (hidden,)
+        for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+            shapes[f"{mlp}{name}_proj.weight"] = shape
+            if config.mlp_bias:
+                shapes[f"{mlp}{name}_proj.bias"] = shape[:1]
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def _read_gguf(path: Path) -> tuple[ModelConfig, Mapping[str, Tensor]]:
+    file = GGUFFile(path)
+    return ModelConfig.from_hf(file.config()), file
+
+
+def _read_directory(directory: Path) -> tuple[ModelConfig, Mapping[str, Tensor]]:
+    """Config and weights of a Hugging Face directory.
+
+    A text ends at any id that any of the files calls its end: config.json is often left
+    with the base model's, while generation_config.json and the tokenizer know the chat's.
+    """
+    if not (directory / "config.json").is_file():
+        raise ModelNotFound(f"{directory} holds no config.json, so it is no model's directory")
+    config = ModelConfig.from_hf(_read_json(directory / "config.json"))
+    if (generation := directory / "generation_config.json").is_file():
+        config = config.with_eos(*as_ids(_read_json(generation).get("eos_token_id")))
+    if (directory / "tokenizer.json").is_file():
+        config = config.with_eos(*load_tokenizer(directory).eos_ids)
+    return config, SafetensorsDirectory(directory)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def _choose_device(device: str | torch.device) -> torch.device:
+    """A device by name; ValueError for a name that is none, or a GPU that is not here."""
+    if device != "auto":
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:  # the latter from a PyTorch that was built without CUDA
+            raise ValueError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
+        return torch.device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def _choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """A dtype by name. Before Ampere (compute capability 8.0) CUDA only emulates bf16."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        if device.type != "cuda":
+            return torch.float32
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}: choose auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
