@@ -32,7 +32,7 @@ Progress = Callable[[str, int], AbstractContextManager[Any]]  # (label, total) -
 
 
 def silent(label: str, total: int) -> AbstractContextManager[_Silent]:
-    """A progress bar where nobody looks."""
+    """The progress bar of a run that shows none."""
     return nullcontext(_Silent())
 
 

@@ -256,10 +256,10 @@ my_guess = None
 
 # %%
 # NBVAL_CHECK_OUTPUT
-common = next(i for i in range(len(prompts[0])) if len({prompt[i] for prompt in prompts}) > 1)
-whole = common // 16 * 16
+in_common = next(i for i in range(len(prompts[0])) if len({prompt[i] for prompt in prompts}) > 1)
+whole = in_common // 16 * 16
 predicted = (len(prompts) - 1) * whole
-print(f"prompts of {[len(prompt) for prompt in prompts]} tokens, {common} in common: {whole} in whole blocks")
+print(f"prompts of {[len(prompt) for prompt in prompts]} tokens, {in_common} in common: {whole} in whole blocks")
 print(f"to be found instead of computed: {len(prompts) - 1} x {whole} = {predicted}")
 
 # %%

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -67,10 +68,12 @@ def random_prompts(number: int, tokens: int, vocabulary: int) -> list[list[int]]
     return [[token % vocabulary for token in random_ids(draw, tokens, 1.0)] for _ in range(number)]
 
 
-def decode_seconds(model, rows: int, context: int, steps: int, **settings) -> Spread:
+def decode_seconds(
+    model, rows: int, context: int, steps: int, during: AbstractContextManager | None = None, **settings
+) -> Spread:
     """Seconds of `steps` engine steps in which all `rows` decode, sampling and bookkeeping included.
 
-    context: tokens of each row's prompt. settings: the engine's.
+    context: tokens of each row's prompt. during: entered for the timed steps alone. settings: the engine's.
     """
     budget = max(256, min(rows * context, PROMPT_STEP_TOKENS))
     prompt_steps = -(-rows * context // budget)  # the first rows decode in these already, and must not end
@@ -81,8 +84,11 @@ def decode_seconds(model, rows: int, context: int, steps: int, **settings) -> Sp
                     kv_memory=blocks * 16 * token_bytes, **settings)
     for prompt in random_prompts(rows, context, model.config.vocab_size):
         engine.add(prompt, SamplingParams(max_tokens=answer, ignore_eos=True))
-    while engine.has_work:
+    for _ in range(prompt_steps + WARM_UPS):
         engine.step()
+    with during or nullcontext():
+        while engine.has_work:
+            engine.step()
     full = [step.duration for step in engine.records.steps if step.decode_tokens == rows]
     return Spread.of(full[WARM_UPS:][:steps], warmups=WARM_UPS)
 

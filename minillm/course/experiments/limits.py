@@ -12,7 +12,7 @@ from statistics import mean
 
 import torch
 
-from minillm.course.experiments.common import step_row, timed_step
+from minillm.course.experiments.common import decode_seconds, step_row, timed_step
 from minillm.course.setting import Setting
 from minillm.ladder.decode import NoCache, SequenceCache
 from minillm.ladder.records import Records
@@ -151,7 +151,7 @@ def one_cached_step(model: Llama, length: int):
 
 
 def prefill(setting: Setting) -> Measurement:
-    """Prompts by length and number, all of a case in one step; and decode steps of as many rows, to compare."""
+    """Prompts by length and number, each case in one step; and decode steps of as many rows."""
     rows, spreads = [], []
     lengths = setting.size((32, 128, 512), (32, 128, 512, 1024), (32, 128, 512, 2048, 8000))
     each, repeats = setting.size(64, 128, 512), setting.size(2, 3)
@@ -174,29 +174,30 @@ def utilisation(setting: Setting) -> Measurement:
     name, gauge = ("NVML utilisation", gpu_gauge) if setting.gpu else ("process CPU time", processor_gauge)
     rows, steps = [], setting.size(10, 40, 300)
     for number in setting.each("utilisation", (1, 64)):
-        with gauge() as readings:
-            work, spread = timed_step(setting, "decode", number, 16, steps)
+        readings: list[float] = []
+        spread = decode_seconds(setting.timed_model, number, 16, steps, during=gauge(readings))
+        work = setting.work(StepShape.decode([16 + steps // 2] * number))
         rows.append({"rows": number, "gauge": name, "busy_percent": mean(readings) if readings else None,
                      **step_row(setting, work, spread, number)})
     return setting.measured("utilisation", rows)
 
 
 @contextmanager
-def processor_gauge() -> Iterator[list[float]]:
+def processor_gauge(readings: list[float]) -> Iterator[None]:
     """Processor time of this process as a share of what its threads could have used, in per cent, read at the end."""
-    readings, wall, used = [], time.perf_counter(), time.process_time()
-    yield readings
+    wall, used = time.perf_counter(), time.process_time()
+    yield
     wall, used = time.perf_counter() - wall, time.process_time() - used
     readings.append(100 * used / wall / torch.get_num_threads())
 
 
 @contextmanager
-def gpu_gauge() -> Iterator[list[float]]:
+def gpu_gauge(readings: list[float]) -> Iterator[None]:
     """What NVML, and so nvidia-smi, reports as GPU utilisation, in per cent, read ten times a second.
 
-    Empty where torch cannot reach NVML (its Python package is nvidia-ml-py).
+    No readings where torch cannot reach NVML (its Python package is nvidia-ml-py).
     """
-    readings, done = [], threading.Event()
+    done = threading.Event()
 
     def watch() -> None:
         while not done.wait(0.1):
@@ -208,7 +209,7 @@ def gpu_gauge() -> Iterator[list[float]]:
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
-        yield readings
+        yield
     finally:
         done.set()
         thread.join()
