@@ -9,13 +9,14 @@ from tiny import tiny_config, tiny_model
 
 from minillm.cli import main
 from minillm.course.experiments import ladder as rungs
+from minillm.course.experiments.batching import decode
+from minillm.course.setting import Setting
 from minillm.ladder.decode import NoCache
 from minillm.ladder.request import RequestError
 from minillm.load.weights import load_model
 from minillm.measure import bench as bench_module
 from minillm.measure import client
 from minillm.measure.client import save_row
-from minillm.measure.decode_bench import decode_bench
 from minillm.measure.measurement import Measurement, device_name
 from minillm.measure.reference import load_reference
 from minillm.measure.roofline import Ceilings, StepShape, least_work
@@ -47,12 +48,14 @@ def test_the_reference_of_a_random_model_has_its_very_weights(name):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-def test_decode_bench_times_whole_steps_and_shows_their_share_of_the_limit(name):
-    result = decode_bench(name, (1, 3), context=20, steps=4, against="transformers", ceilings=CEILINGS)
+def test_decode_times_whole_steps_and_shows_their_share_of_the_limit(name):
+    setting = Setting(model_name=name, device="cpu")
+    setting.ceilings = CEILINGS
+    result = decode(setting, ((1, 3), 20, 4), against="transformers")
     assert [(row["engine"], row["batch"]) for row in result.rows] == [
         (engine, batch) for batch in (1, 3) for engine in ("minillm", "transformers, generate")
     ]
-    model = load_model(name, device="cpu")
+    model = setting.model
     for row in result.rows:
         work = least_work(model.config, "fp32", StepShape.decode([22] * row["batch"]), model.weight_bytes)
         assert row["mbu"] == pytest.approx(work.bytes / (row["step_ms"] / 1e3) / CEILINGS.bytes_per_s)

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
-import torch
 from tiny import tiny_model
 
 from minillm.cli import main
 from minillm.course import catalogue as experiments
 from minillm.course.catalogue import EXPERIMENTS, Experiment, run_experiment
-from minillm.course.experiments import limits
-from minillm.course.experiments.knee import knee_of
 from minillm.course.experiments.speculation import ADAPTIVE
 from minillm.course.ledger import LEDGER, find_all
 from minillm.course.setting import Setting
-from minillm.course.show.plots import knee_curve
 from minillm.course.show.recorded import heading
 from minillm.course.verdicts import CONDITION, HOLDS
-from minillm.measure.measurement import EXACT, VIRTUAL, Measurement, MeasurementError, measurement_path
+from minillm.measure.measurement import EXACT, VIRTUAL, Measurement, MeasurementError, measurement_path, provenance
 from minillm.measure.roofline import Ceilings
 
 VOCABULARY = 49_152  # of the default model's tokenizer
@@ -63,7 +58,7 @@ def fake(name: str, rows: int = 3) -> Experiment:
 
     def run(setting):
         shown = [{"number": number} for number in setting.each(name, range(rows))]
-        return Measurement(name, experiments.limits.chapters.provenance("m", "fp32", "cpu", 0, None), shown)
+        return Measurement(name, provenance("m", "fp32", "cpu", 0, None), shown)
 
     return Experiment(name, run, "numbers")
 
@@ -108,7 +103,8 @@ def test_a_spent_budget_leaves_out_the_later_rows_and_says_so(three, capsys):
     assert "cut at its budget of 0 s: rows are missing" in said
 
 
-SWEEPS = {"decode": 1, "batch_curve": 1, "cost_by_length": 1, "gain_by_spread": 1, "cost_of_blocks": 1,
+SWEEPS = {"decode": 1, "batch_curve": 1, "roofline_steps": 1, "prefill": 1, "cost_by_length": 1, "gain_by_spread": 1,
+          "cost_of_blocks": 1,
           "speculation": len({0, 1, 2, 4, 7, ADAPTIVE}) + 2}  # of one batch, a check of sampling, and the first case
 
 
@@ -183,46 +179,7 @@ def test_measurements_lie_in_the_checkout_wherever_one_works(tmp_path):
     assert measurement_path("cpu", "first").is_relative_to(CHECKOUT)
 
 
-# -- their parts, against figures known beforehand --------------------------------------------------
-
-
-def test_the_knee_lies_where_the_rows_own_work_takes_as_long_as_what_they_share():
-    """Steps of 50 + 2 n ms for n rows: power n / (50 + 2 n)^2 is highest at n = 25."""
-    rows = [{"clients": n, "tokens_per_s": 1e3 * n / (50 + 2 * n), "itl_p50_ms": 50.0 + 2 * n} for n in range(1, 101)]
-    assert knee_of(rows)["clients"] == 25
-    figure = knee_curve(rows)
-    assert "The knee lies at 25 clients: 100 make" in figure.get_suptitle().replace("\n", " ")
-
-
 def test_measuring_the_knee_draws_it_beside_the_file(tmp_path, capsys, smollm2_dir):
     assert main(["measure", "knee", "--quick"]) == 0
     (picture,) = tmp_path.glob("measurements/*/knee.png")
     assert picture.stat().st_size > 10_000 and "<- knee" in capsys.readouterr().out
-
-
-def test_fewer_layers_read_fewer_bytes_and_share_the_weights():
-    model = tiny_model()
-    half = limits.first_layers(model, 1)
-    per_layer = sum(linear.weight_bytes for linear in model.layers[0].linears)
-    assert model.weight_bytes - half.weight_bytes == per_layer and half.layers[0] is model.layers[0]
-    assert model.config.num_hidden_layers == 2 == len(model.layers), "the model itself keeps them all"
-
-
-def test_the_processor_gauge_counts_work_and_not_waiting():
-    with limits.ProcessorGauge() as idle:
-        time.sleep(0.2)
-    with limits.ProcessorGauge() as busy:
-        sum(i * i for i in range(300_000))
-    assert idle.percent < busy.percent
-
-
-def without_nvml():
-    raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
-
-
-@pytest.mark.parametrize(("read", "percent"), [(without_nvml, None), (lambda: 97, 97)])
-def test_the_gpu_gauge_reads_what_nvml_says_and_nothing_without_it(monkeypatch, read, percent):
-    monkeypatch.setattr(torch.cuda, "utilization", read)
-    with limits.GpuGauge() as reading:
-        time.sleep(0.25)
-    assert reading.percent == percent and not reading.thread.is_alive()

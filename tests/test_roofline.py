@@ -97,15 +97,17 @@ def test_the_roofline_is_the_longer_of_its_two_times_and_shares_are_of_its_limit
     assert ceilings.least_seconds(StepWork(bytes=200, flops=5000)) == 5.0
     assert ceilings.mbu(StepWork(200, 1000), seconds=4.0) == 0.5
     assert ceilings.mfu(StepWork(200, 1000), seconds=4.0) == 0.25
+    assert ceilings.bound_by(StepWork(bytes=200, flops=1000)) == "reading"
+    assert ceilings.bound_by(StepWork(bytes=50, flops=1000)) == "multiplying"
 
 
 def test_decoding_is_bound_by_bandwidth_and_prefill_by_compute():
     config = ModelConfig.preset("llama-3-8b")
     ceilings = Ceilings(bytes_per_s=1.7e12, flops_per_s=250e12)
     weights = 2 * read_numbers(config)
-    for shape, bound in ((StepShape.decode([1000]), "bytes"), (StepShape.of([(0, 2048, True)]), "flops")):
+    for shape, bound in ((StepShape.decode([1000]), "reading"), (StepShape.of([(0, 2048, True)]), "multiplying")):
         work = least_work(config, "bf16", shape, weights)
-        assert (work.bytes / ceilings.bytes_per_s > work.flops / ceilings.flops_per_s) == (bound == "bytes")
+        assert ceilings.bound_by(work) == bound
 
 
 def test_the_ceilings_can_be_measured_here():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +9,10 @@ from tiny import tiny_config, tiny_model
 
 from minillm.course import diagnose
 from minillm.course.experiments import service
+from minillm.course.experiments.limits import gauges
 from minillm.course.show import names, service_plots
 from minillm.measure import fleet, metrics
-from minillm.measure.roofline import Ceilings, StepWork, least_work, read_numbers
+from minillm.measure.roofline import Ceilings, least_work
 from minillm.measure.virtual import CostModel, shape_of, virtual_engine
 from minillm.measure.workload import WorkItem
 from minillm.model.config import ModelConfig
@@ -28,48 +28,6 @@ def model():
 
 def title_of(figure) -> str:
     return figure.get_suptitle().replace("\n", " ")
-
-
-# --- 00: the machine --------------------------------------------------------------------------------------------
-
-
-def test_a_step_is_bound_by_the_limit_that_takes_longer():
-    limits = Ceilings(bytes_per_s=10.0, flops_per_s=100.0)
-    assert service.bound_by(limits, StepWork(bytes=20.0, flops=100.0)) == "reading"
-    assert service.bound_by(limits, StepWork(bytes=5.0, flops=100.0)) == "multiplying"
-
-
-def test_roofline_steps_know_their_work_and_their_shares(model):
-    found = service.roofline_steps(model, "tiny", LIMITS, rows=(1, 4), prompts=(16,), context=16, steps=6)
-    one, four, prefill = found.rows
-    assert [row["tokens"] for row in found.rows] == [1, 4, 16]
-    assert four["gflop"] == pytest.approx(4 * one["gflop"]) and prefill["gflop"] > one["gflop"]
-    assert four["flop_per_byte"] > 3 * one["flop_per_byte"]
-    for row in found.rows:
-        seconds = row["step_ms"] / 1e3
-        assert row["mbu"] == pytest.approx(row["read_mb"] * 1e6 / seconds / 1e15)
-        assert row["mfu"] == pytest.approx(row["gflop"] * 1e9 / seconds / 1e15)
-        assert row["least_ms"] < row["step_ms"] and row["tokens_per_s"] == pytest.approx(row["tokens"] / seconds)
-    found.check()
-
-
-def test_a_narrow_model_has_as_many_layers_and_heads_and_fewer_weights():
-    config = ModelConfig.preset("smollm2-135m")
-    narrow = service.narrowed(config, 4)
-    assert (narrow.num_hidden_layers, narrow.num_attention_heads, narrow.num_key_value_heads) == (30, 9, 3)
-    assert read_numbers(narrow) < read_numbers(config) / 15
-    with pytest.raises(ValueError, match="576, 1536, 64 by 5"):
-        service.narrowed(config, 5)
-
-
-def test_mbu_falls_with_the_width(model):
-    wide = replace(model.config, hidden_size=256, intermediate_size=512, head_dim=32)
-    rows = service.mbu_by_width(tiny_model(**narrowable(wide)), "tiny", LIMITS, divisors=(1, 8)).rows
-    assert rows[0]["read_mb"] > 20 * rows[1]["read_mb"] and rows[0]["mbu"] > rows[1]["mbu"]
-
-
-def narrowable(config: ModelConfig) -> dict:
-    return {name: getattr(config, name) for name in ("hidden_size", "intermediate_size", "head_dim", "vocab_size")}
 
 
 def test_the_roofline_states_the_shares_of_its_ends():
@@ -92,11 +50,11 @@ def items(*arrivals: float, tokens: int = 3) -> list[WorkItem]:
     return [WorkItem(arrival, [1, 2, 3, int(arrival)], tokens) for arrival in arrivals]
 
 
-def test_utilisation_counts_the_time_between_requests_as_idle():
+def test_gauges_count_the_time_between_requests_as_idle():
     engine = virtual_engine(SECOND)
     service.serve_bounded([engine], items(0.0, 9.0))
     limits = Ceilings(bytes_per_s=1e6, flops_per_s=1e6)
-    found = service.utilisation(engine.records, SECOND.config, "bf16", 0.0, limits)
+    found = gauges(engine.records, SECOND.config, "bf16", 0.0, limits)
     assert found["busy_share"] == pytest.approx(6 / 12) and found["mean_rows"] == 1.0
     works = [least_work(SECOND.config, "bf16", shape_of(step), 0.0) for step in engine.records.steps]
     assert found["mfu"] == pytest.approx(sum(work.flops for work in works) / 12 / 1e6)

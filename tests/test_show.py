@@ -146,7 +146,7 @@ def title_of(figure) -> str:
 
 
 def test_titles_state_what_the_rows_say():
-    rows = [{"rows": n, "tokens_per_s": 10 * n, "step_ms": 50 + n} for n in (1, 8)]
+    rows = [{"rows": n, "tokens_per_s": 10 * n, "step_ms": 50 + n, "least_ms": 40} for n in (1, 8)]
     title = title_of(plots.tokens_per_s_curve(rows))
     assert title == "8 rows: 8.0 times the tokens per second, a step 1.14 times as long"
     costs = [{"context_tokens": n, "recompute_ms": 2.0 * n, "cached_ms": 40.0} for n in (16, 32)]

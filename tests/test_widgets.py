@@ -13,7 +13,7 @@ import pytest
 from tiny import tiny_model
 
 from minillm import Engine, SamplingParams
-from minillm.course.experiments import chapters
+from minillm.course.experiments import common
 from minillm.course.experiments.speculation import ReplayProposer
 from minillm.course.show import explore, plots, widgets
 from minillm.ladder.speculative import NgramProposer, Speculator
@@ -28,7 +28,7 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 @pytest.fixture(scope="module")
 def records():
     items = lognormal(1.0, requests=9, mean_tokens=12, prompt_tokens=20)
-    return chapters.count(ModelConfig.preset("smollm2-135m"), items, max_batch=3, max_step_tokens=32)
+    return common.count(ModelConfig.preset("smollm2-135m"), items, max_batch=3, max_step_tokens=32)
 
 
 def counting(name: str = "test") -> tuple[widgets.Panel, list]:

@@ -197,10 +197,11 @@ def add_bench(commands) -> None:
 
 
 def _bench(arguments) -> int:
+    from minillm.course.experiments.batching import decode
+    from minillm.course.setting import Setting
     from minillm.course.show.live import Gauges, on_terminal
     from minillm.course.show.tables import text_table
     from minillm.measure.bench import bench
-    from minillm.measure.decode_bench import decode_bench
 
     settings = workload_settings(arguments)
     if arguments.url and arguments.workload == "decode":
@@ -212,10 +213,10 @@ def _bench(arguments) -> int:
     if arguments.rate is not None or arguments.clients is not None:
         return _bench_loop(arguments, settings)
     if arguments.workload == "decode":
-        result = decode_bench(
-            arguments.model, whole_numbers("--batch", arguments.batch), arguments.context, arguments.steps,
-            arguments.against, bar, **({} if arguments.kv_format == "auto" else {"kv_format": arguments.kv_format}),
-        )
+        setting = Setting(model_name=arguments.model, gpu_model=arguments.model, progress=bar)
+        sizes = whole_numbers("--batch", arguments.batch), arguments.context, arguments.steps
+        settings = {} if arguments.kv_format == "auto" else {"kv_format": arguments.kv_format}
+        result = decode(setting, sizes, arguments.against, **settings)
     else:
         with lengths_that_fit(), on_terminal(arguments.workload) as show:
             settings["watch"] = Gauges(show)

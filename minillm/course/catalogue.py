@@ -2,7 +2,7 @@
 
 An experiment is a function of a `Setting` that returns a `Measurement`. Notebook, command
 line and README show what these return, and nothing else. To add one, write the function and
-name it below, with the claims that its rows settle (`measure/claims.py`).
+name it below, with the claims that its rows settle (`ledger.py`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from minillm.course.experiments import batching, formats, knee, limits, memory, prediction, speculation, traffic
+from minillm.course.experiments import batching, formats, limits, memory, prediction, speculation, traffic
 from minillm.course.experiments import ladder as rungs
 from minillm.course.setting import Setting
-from minillm.measure import decode_bench
 from minillm.measure.measurement import (
     EXACT,
     VIRTUAL,
@@ -49,14 +48,15 @@ EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
         Experiment("ladder", rungs.ladder_experiment, "every rung on the same prompts", (), 20),
-        Experiment("decode", decode_bench.decode, "decode steps by batch, and their shares of the limits", (), 5),
+        Experiment("decode", batching.decode, "decode steps by batch, and their shares of the limits", (), 5),
+        Experiment("roofline_steps", limits.roofline_steps, "decode steps and prompts, and their shares of the limits"),
         Experiment("decode_step", limits.decode_step, "a step of one row against the bytes that it reads", ("A1",)),
         Experiment("prefill", limits.prefill, "prompts by length and number, beside decoding", ("A2", "A3")),
-        Experiment("cost_by_length", limits.cost_by_length, "a token behind a text of so many", ("A4",), 5),
+        Experiment("cost_by_length", limits.cost_by_length, "the next token by the text's length", ("A4",), 5),
         Experiment("utilisation", limits.utilisation, "what the usual gauge reads at batch 1 and 64", ("A5",), 8),
         Experiment("batch_curve", batching.batch_curve, "a step's time by its rows", ("B1", "B2", "B8"), 5),
-        Experiment("knee", knee.knee, "where more clients stop paying", ("B3",), 15),
-        Experiment("idle_slots", batching.idle_slots, "slots held by nobody, counted", ("B4", "B5")),
+        Experiment("knee", batching.knee, "where more clients stop paying", ("B3",), 15),
+        Experiment("idle_slots", batching.idle_slots, "idle slot-steps, counted", ("B4", "B5")),
         Experiment("continuous_vs_static", batching.continuous_vs_static, "chat lengths in equal memory", ("B6",), 30),
         Experiment("gain_by_spread", batching.gain_by_spread, "continuous over static by spread", ("B7",), 5),
         Experiment("stall_by_chunking", batching.stall_by_chunking, "one long prompt among streams", (), 5),

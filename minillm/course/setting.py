@@ -13,7 +13,8 @@ from minillm.ladder.quantized import native_format
 from minillm.load.source import DEFAULT
 from minillm.load.tokenizer import Tokenizer, load_tokenizer
 from minillm.load.weights import load_model
-from minillm.measure.roofline import Ceilings, StepShape, least_work, measure_ceilings
+from minillm.measure.measurement import Measurement, Spread, provenance
+from minillm.measure.roofline import Ceilings, StepShape, StepWork, least_work, measure_ceilings
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 
@@ -31,7 +32,7 @@ Progress = Callable[[str, int], AbstractContextManager[Any]]  # (label, total) -
 
 
 def silent(label: str, total: int) -> AbstractContextManager[_Silent]:
-    """A progress bar where nobody looks."""
+    """The progress bar of a run that shows none."""
     return nullcontext(_Silent())
 
 
@@ -39,13 +40,15 @@ def silent(label: str, total: int) -> AbstractContextManager[_Silent]:
 class Setting:
     """What an experiment is to run on.
 
-    quick: sizes for a look or a test, seconds each. device: as in `load_model`. budget_s:
-    seconds after which `each` gives no further item, and `cut` says that it did. Model,
-    tokenizer and ceilings are made when they are first asked for, and kept.
+    quick: sizes for a look or a test, seconds each. device: as in `load_model`. gpu_model: timed
+    on a GPU in place of the default model. budget_s: seconds after which `each` gives no
+    further item, and `cut` says that it did. Model, tokenizer and ceilings are made when they
+    are first asked for, and kept.
     """
 
     quick: bool = False
     model_name: str = DEFAULT
+    gpu_model: str = GPU_MODEL
     device: str = "auto"
     seed: int = 0
     progress: Progress = silent
@@ -73,7 +76,7 @@ class Setting:
     @property
     def timed_name(self) -> str:
         """The model whose steps are timed, where the text does not matter: on a GPU one that is worth a GPU."""
-        return GPU_MODEL if self.gpu and self.model_name == DEFAULT else self.model_name
+        return self.gpu_model if self.gpu and self.model_name == DEFAULT else self.model_name
 
     @cached_property
     def timed_model(self) -> Llama:
@@ -81,17 +84,26 @@ class Setting:
 
     @cached_property
     def ceilings(self) -> Ceilings:
-        """Bandwidth and matmul rate of the device, measured once."""
-        return measure_ceilings(self.model.device, self.model.dtype)
+        """Bandwidth and matmul rate of the device, in the timed model's dtype, measured once."""
+        return measure_ceilings(self.timed_model.device, self.timed_model.dtype)
 
-    def shares(self, shape: StepShape, seconds: float) -> dict[str, float]:
-        """What a step of the timed model took, beside the least that it needs: MBU and MFU (`roofline.py`)."""
-        model = self.timed_model
-        work = least_work(model.config, native_format(model.dtype), shape, model.weight_bytes)
+    def work(self, shape: StepShape, model: Llama | None = None, kv_format: str | None = None) -> StepWork:
+        """The least that a step of this shape must do: of the timed model, or of another."""
+        model = model or self.timed_model
+        return least_work(model.config, kv_format or native_format(model.dtype), shape, model.weight_bytes)
+
+    def shares(self, work: StepWork, seconds: float) -> dict[str, float]:
+        """A step's least time by the limits, and its shares of them: MBU and MFU (`roofline.py`)."""
         return {
             "least_ms": self.ceilings.least_seconds(work) * 1e3,
             "mbu": self.ceilings.mbu(work, seconds), "mfu": self.ceilings.mfu(work, seconds),
         }
+
+    def measured(self, experiment: str, rows: list[dict], spread: Spread | None = None, **more) -> Measurement:
+        """Rows of the timed model with their provenance. spread: of the first row's main figure, if it was repeated."""
+        model = self.timed_model
+        source = provenance(self.timed_name, native_format(model.dtype), model.device, self.seed, spread, **more)
+        return Measurement(experiment, source, rows)
 
     def size(self, quick: Item, full: Item, gpu: Item | None = None) -> Item:
         """The size to run at: `gpu` on a GPU if given, `full` elsewhere, `quick` on request."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import mean
 
-from minillm.course.experiments.knee import knee_of
+from minillm.course.experiments.batching import knee_of
 
 HOLDS, CONDITION, NOT_HERE, NOT_MEASURED = "holds", "holds with a condition", "does not hold here", "not measured"
 Rows = Sequence[dict]

@@ -104,6 +104,10 @@ class Ceilings:
         """The roofline: no step of this work is faster."""
         return max(work.bytes / self.bytes_per_s, work.flops / self.flops_per_s)
 
+    def bound_by(self, work: StepWork) -> str:
+        """Which limit takes longer: "reading" or "multiplying"."""
+        return "reading" if work.bytes / self.bytes_per_s > work.flops / self.flops_per_s else "multiplying"
+
     def mbu(self, work: StepWork, seconds: float) -> float:
         """Model bandwidth utilisation: the share of the bandwidth that the least bytes account for."""
         return work.bytes / seconds / self.bytes_per_s

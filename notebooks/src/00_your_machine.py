@@ -27,15 +27,14 @@ if importlib.util.find_spec("minillm") is None:
 import os
 
 import minillm
-from minillm.course.experiments import limits, service
+from minillm.course.experiments import limits
 from minillm.course.setting import Setting
 from minillm.course.show import plots, service_plots
-from minillm.course.show.live import bar, progress
+from minillm.course.show.live import progress
 from minillm.course.show.recorded import ledger, recorded
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
 from minillm.ladder.quantized import kv_bytes_per_token
-from minillm.load.source import DEFAULT
 from minillm.measure import roofline
 from minillm.measure.measurement import device_name
 from minillm.measure.roofline import Ceilings, StepShape, StepWork, least_work
@@ -43,8 +42,8 @@ from minillm.measure.virtual import DEVICES, CostModel
 from minillm.model.config import ModelConfig
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
-model = minillm.load_model()
-GPU = model.device.type == "cuda"
+setting = Setting(quick=QUICK, progress=progress)
+model = setting.timed_model  # on a GPU random weights of Llama-3-8B's shape: the default model is too small for one
 print(device_name(model.device))
 
 # %% [markdown]
@@ -67,7 +66,7 @@ my_guess = {"GB/s": None, "GFLOP/s": None}
 show_source(roofline.measured_bandwidth, roofline.measured_matmul_rate)
 
 # %%
-ceilings = roofline.measure_ceilings(model.device, model.dtype)
+ceilings = setting.ceilings  # measured here, and kept
 print(f"reads {ceilings.bytes_per_s / 1e9:,.1f} GB/s")
 print(f"multiplies {ceilings.flops_per_s / 1e9:,.0f} GFLOP/s")
 print(f"in the time of reading one byte it multiplies {ceilings.flops_per_s / ceilings.bytes_per_s:.1f} FLOP")
@@ -110,7 +109,7 @@ easy = Ceilings(bytes_per_s=10e9, flops_per_s=100e9)
 for label, shape in STEPS.items():
     work = least_work(config, "fp32", shape, 4 * weights)
     print(f"{label:>11}: {work.bytes / 10e9 * 1e3:.1f} ms to read, {work.flops / 100e9 * 1e3:.1f} ms to multiply: "
-          f"at least {easy.least_seconds(work) * 1e3:.1f} ms, bound by {service.bound_by(easy, work)}")
+          f"at least {easy.least_seconds(work) * 1e3:.1f} ms, bound by {easy.bound_by(work)}")
 at_the_ridge = StepWork(bytes=10e9, flops=100e9)
 print("at the ridge both take the same time:", easy.mbu(at_the_ridge, 1.0) == easy.mfu(at_the_ridge, 1.0) == 1.0)
 
@@ -137,10 +136,7 @@ print(f"{one.bytes / 1e6:.0f} MB at {ceilings.bytes_per_s / 1e9:.1f} GB/s: at mo
 # matmul rate that its FLOP account for.
 
 # %%
-rows = (1, 8) if QUICK else (1, 8, 32, 128) if GPU else (1, 2, 8, 32)
-prompts = (16, 64) if QUICK else (64, 256, 1024, 4096) if GPU else (16, 64, 256, 512)
-steps = service.roofline_steps(model, DEFAULT, ceilings, bar(rows, "rows"), bar(prompts, "prompts"),
-                               steps=8 if QUICK else 12)
+steps = limits.roofline_steps(setting)
 STEP_COLUMNS = {"kind": "step", "tokens": "tokens", "read_mb": "must read MB", "gflop": "GFLOP",
                 "flop_per_byte": "FLOP/byte", "least_ms": "least ms", "step_ms": "measured ms", "mbu": "MBU",
                 "mfu": "MFU", "bound_by": "bound by"}
@@ -189,15 +185,15 @@ for name in ("l4", "rtx-4090", "a100-80gb", "h100", "h200"):
 # ## Where it loses
 #
 # The roofline counts work. A step also costs something for being a step: each operation must be called, and on a GPU
-# launched. A small model does almost no work in as many calls. Here are random weights with the same 30 layers, ever
-# narrower, one token each. The narrowest reads about sixty times less than the model. How many times faster is its
-# step? Write it down.
+# launched. A small model does almost no work in as many calls. Here is the model beside ever narrower ones with as many
+# layers and random weights, one token each. The narrowest reads about sixty times less than the model. How many times
+# faster is its step? Write it down.
 
 # %%
 my_guess = None
 
 # %%
-narrow = service.mbu_by_width(model, DEFAULT, ceilings, bar((1, 4) if QUICK else (1, 2, 4, 8), "widths"))
+narrow = limits.mbu_by_width(setting)
 NARROW = {"width": "hidden size", "read_mb": "must read MB", "least_ms": "least ms", "step_ms": "measured ms",
           "lost_ms": "neither: ms", "mbu": "MBU"}
 print(text_table(narrow.rows, NARROW))
@@ -210,7 +206,7 @@ plots.curves(
      "least, by the roofline": (widths, [row["least_ms"] for row in narrow.rows])},
     f"{wide['read_mb'] / slim['read_mb']:.0f} times less to read makes a step {wide['step_ms'] / slim['step_ms']:.1f} "
     f"times faster: what is left is {slim['lost_ms']:.1f} ms of calls",
-    "hidden size (30 layers each)", "ms for one token", log_x=True, log_y=True,
+    f"hidden size ({model.config.num_hidden_layers} layers each)", "ms for one token", log_x=True, log_y=True,
 )
 
 # %% [markdown]
@@ -229,8 +225,6 @@ plots.curves(
 # fewer layers, A2 for prompts alone and several at once, so both are measured first.
 
 # %%
-setting = Setting(quick=QUICK, progress=progress)
-setting.model, setting.ceilings = model, ceilings
 print(ledger({"A1": limits.decode_step(setting).rows, "A2": limits.prefill(setting).rows}))
 
 # %% [markdown]

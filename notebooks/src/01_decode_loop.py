@@ -30,10 +30,10 @@ import time
 import torch
 
 import minillm
-from minillm.course.experiments import chapters, memory
+from minillm.course.experiments import limits, memory
 from minillm.course.setting import Setting
 from minillm.course.show import plots
-from minillm.course.show.live import bar
+from minillm.course.show.live import progress
 from minillm.course.show.recorded import ledger, recorded
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
@@ -203,7 +203,7 @@ for question in ("What is the capital of France?", "Write a short story about a 
 # %% [markdown]
 # ## Measure: the next token, as the text grows
 #
-# `cost_by_length` times one token behind texts of different lengths: rung 0, which computes all of the text, and
+# `cost_by_length` times one token after texts of different lengths: rung 0, which computes all of the text, and
 # rung 1, which feeds one token to a cache that holds the rest. Computing all of a text is also exactly what the
 # **prefill** of a prompt of that length costs; feeding one token is a **decode** step.
 #
@@ -214,13 +214,12 @@ for question in ("What is the capital of France?", "Write a short story about a 
 my_guess = {"rung 0, times": None, "rung 1, times": None, "tokens until rung 1 has doubled": None}
 
 # %%
-show_source(chapters.one_recomputing_step, chapters.one_cached_step)
+show_source(limits.one_recomputing_step, limits.one_cached_step)
 
 # %%
-lengths, up_to = ((4, 16, 64, 256, 1024), 256) if QUICK else ((4, 8, 16, 64, 256, 512, 1024, 2048, 4096, 8192), 1024)
-if model.device.type == "cuda" and not QUICK:
-    up_to = 8192
-costs = chapters.cost_by_length(model, DEFAULT, bar(lengths, "lengths"), recompute_up_to=up_to)
+setting = Setting(quick=QUICK, gpu_model=DEFAULT, progress=progress)  # this page's model, also on a GPU
+setting.model = model
+costs = limits.cost_by_length(setting)
 COSTS = {"context_tokens": "tokens of text", "recompute_ms": "rung 0, or prefill: ms", "cached_ms": "rung 1: ms",
          "read_mb": "rung 1 must read MB"}
 print(text_table(costs.rows, COSTS))
@@ -330,7 +329,7 @@ print(recorded("cost_by_length", COSTS))
 # By the ledger's own rules: on this device, just now, and on every device that has a recorded run.
 
 # %%
-print(ledger({"A4": costs.rows, "C2": memory.capacity_sum(Setting()).rows}))
+print(ledger({"A4": costs.rows, "C2": memory.capacity_sum(setting).rows}))
 
 # %% [markdown]
 # ## What a production engine calls this

@@ -32,11 +32,11 @@ import torch
 
 import minillm
 from minillm import Engine, SamplingParams, metrics
-from minillm.course.experiments import batching, chapters, knee, limits
+from minillm.course.experiments import batching, common, limits
 from minillm.course.prompts import CHAT_PROMPTS
 from minillm.course.setting import Setting
 from minillm.course.show import plots
-from minillm.course.show.live import bar, progress
+from minillm.course.show.live import progress
 from minillm.course.show.recorded import ledger, recorded
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
@@ -44,11 +44,10 @@ from minillm.ladder.attention import RowSpan, StepAttention
 from minillm.ladder.continuous import Scheduler
 from minillm.ladder.decode import decode_cached
 from minillm.ladder.engine import ModelExecutor
-from minillm.ladder.quantized import KVStorage, kv_bytes_per_token, native_format
+from minillm.ladder.quantized import KVStorage, kv_bytes_per_token
 from minillm.ladder.static import StaticBatching
-from minillm.load.source import DEFAULT
 from minillm.measure.measurement import device_name
-from minillm.measure.roofline import StepShape, least_work, measure_ceilings
+from minillm.measure.roofline import StepShape, least_work
 from minillm.measure.workload import articles_static
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
@@ -105,10 +104,11 @@ for n, work in works.items():
 # the least that a step can take.
 
 # %%
-setting = Setting(quick=QUICK, progress=progress)
+setting = Setting(quick=QUICK, progress=progress)  # what it times on a GPU has Llama-3-8B's shape
 setting.model = model
-reach = setting.ceilings = measure_ceilings(model.device, model.dtype)
+reach = setting.ceilings
 print(f"this device reads {reach.bytes_per_s / 1e9:.1f} GB/s and multiplies {reach.flops_per_s / 1e9:,.0f} GFLOP/s")
+works = {n: setting.work(StepShape.decode([64] * n)) for n in works}
 for n, work in works.items():
     read, multiply = work.bytes / reach.bytes_per_s, work.flops / reach.flops_per_s
     print(f"{n:>2} rows: {read * 1e3:.1f} ms to read, {multiply * 1e3:.1f} ms to multiply: "
@@ -159,21 +159,13 @@ for answer, tokens in zip(together, alone, strict=True):
 # `batch_curve` lets 1, 2, 4 … rows decode side by side and takes the median of the steps.
 
 # %%
-rows = (1, 2, 4, 8) if QUICK else (1, 2, 4, 8, 16, 32, 64, 128) if model.device.type == "cuda" else (1, 2, 4, 8, 16, 32)
-by_rows = chapters.batch_curve(model, DEFAULT, bar(rows, "rows"), steps=8 if QUICK else 16)
+by_rows = batching.batch_curve(setting)
 ROWS = {"rows": "rows", "step_ms": "step, ms", "min_ms": "least", "max_ms": "most", "tokens_per_s": "tokens/s",
         "times_step": "step, times one row", "times_tokens": "tokens/s, times one row"}
 print(text_table(by_rows.rows, ROWS))
 
 # %%
-def least_ms(rows):
-    """By the roofline: the least time of a step with so many rows behind some 24 tokens each."""
-    kv_format = native_format(model.dtype)
-    work = least_work(model.config, kv_format, StepShape.decode([24] * rows), model.weight_bytes)
-    return 1e3 * reach.least_seconds(work)
-
-
-plots.tokens_per_s_curve(by_rows.rows, least_ms=[least_ms(row["rows"]) for row in by_rows.rows])
+plots.tokens_per_s_curve(by_rows.rows)
 
 # %% [markdown]
 # The articles behind this course say: eight times the output for about 1.2 times the time of a step. Your device's
@@ -200,10 +192,10 @@ print(recorded("batch_curve", ROWS))
 my_guess = None
 
 # %%
-show_source(knee.knee_of, knee.power)
+show_source(batching.knee_of, batching.power)
 
 # %%
-by_clients = knee.knee(setting)
+by_clients = batching.knee(setting)
 CLIENTS = {"clients": "clients", "mean_rows": "rows, mean", "tokens_per_s": "tokens/s", "tokens_per_s_each": "each",
            "itl_p50_ms": "ms between tokens, p50", "power": "tokens/s per ms", "knee": ""}
 print(text_table(by_clients.rows, CLIENTS))
@@ -276,12 +268,12 @@ for answers in ([800, *[40] * 7], [80, 800]):
 # and the scheduler cannot tell. It is the real scheduler, so the count is exact, and it takes milliseconds.
 
 # %%
-show_source(chapters.NoForward, chapters.count)
+show_source(common.NoForward, common.count)
 
 # %%
 # NBVAL_CHECK_OUTPUT
 for answers in ([800, *[40] * 7], [80, 800]):
-    records = chapters.count(model.config, articles_static(answers), batching="static", kv="slots", max_batch=8)
+    records = common.count(model.config, articles_static(answers), batching="static", kv="slots", max_batch=8)
     steps, found = records.totals["steps"], records.totals["idle_rows"]
     as_predicted = found == idle_slot_steps(answers)
     print(f"{answers}: {steps} steps, {found:,} idle slot-steps, as predicted: {as_predicted}")
@@ -291,7 +283,7 @@ for answers in ([800, *[40] * 7], [80, 800]):
 
 # %%
 short = articles_static(scale=0.05)
-engine_records = chapters.serve(model, short, batching="static", kv="slots", max_batch=8)
+engine_records = common.serve(model, short, batching="static", kv="slots", max_batch=8)
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -391,7 +383,7 @@ sorted_idle = None  # your number
 
 def check(answer):
     items = [item for at in range(0, 16, 4) for item in articles_static(sorted(lengths)[at : at + 4])]
-    right = chapters.count(model.config, items, batching="static", kv="slots", max_batch=4).totals["idle_rows"]
+    right = common.count(model.config, items, batching="static", kv="slots", max_batch=4).totals["idle_rows"]
     return "not answered yet" if answer is None else "right" if answer == right else "no: sort, cut into fours, count"
 
 

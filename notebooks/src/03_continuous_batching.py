@@ -28,25 +28,23 @@ import os
 
 import minillm
 from minillm import Engine, SamplingParams, metrics
-from minillm.course.experiments import batching, chapters
+from minillm.course.experiments import batching, common
 from minillm.course.prompts import CHAT_PROMPTS
 from minillm.course.setting import Setting
 from minillm.course.show import plots
-from minillm.course.show.live import bar, progress
+from minillm.course.show.live import progress
 from minillm.course.show.recorded import ledger, recorded
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
 from minillm.course.show.widgets import schedule_stepper
 from minillm.ladder.continuous import ContinuousBatching, Scheduler
 from minillm.ladder.static import StaticBatching
-from minillm.load.source import DEFAULT
 from minillm.measure.measurement import device_name
 from minillm.measure.workload import articles_static, lognormal
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 model = minillm.load_model(dtype="fp32")
 tokenizer = minillm.load_tokenizer()
-GPU = model.device.type == "cuda"
 print(device_name(model.device))
 
 # %% [markdown]
@@ -115,7 +113,7 @@ print(f"continuous: at least {sum(lengths)} / 4, so {least}; with this queue {co
 # NBVAL_CHECK_OUTPUT
 requests = articles_static(lengths)
 for policy, predicted in (("static", static_steps(lengths, 4)), ("continuous", continuous_steps(lengths, 4))):
-    counted = chapters.count(model.config, requests, batching=policy, kv="slots", max_batch=4)
+    counted = common.count(model.config, requests, batching=policy, kv="slots", max_batch=4)
     steps, idle = counted.totals["steps"], counted.totals["idle_rows"]
     print(f"{policy}: {steps} steps, as predicted: {steps == predicted}; idle slot-steps: {idle}")
 
@@ -148,9 +146,9 @@ my_guess = None
 # %%
 mean = 6 if QUICK else 16
 items = lognormal(1.0, requests=12, mean_tokens=mean, prompt_tokens=16)
-chapters.warm_up(model)
+common.warm_up(model)
 runs = {
-    policy: chapters.serve(model, items, batching=policy, kv="slots", max_batch=4)
+    policy: common.serve(model, items, batching=policy, kv="slots", max_batch=4)
     for policy in ("static", "continuous")
 }
 plots.slot_timeline(runs, unit="s")
@@ -188,7 +186,7 @@ my_guess = {"0": None, "1": None}
 # %%
 # NBVAL_CHECK_OUTPUT
 def steps_of(requests, policy, slots=8):
-    return chapters.count(model.config, requests, batching=policy, kv="slots", max_batch=slots).totals["steps"]
+    return common.count(model.config, requests, batching=policy, kv="slots", max_batch=slots).totals["steps"]
 
 
 for cv in (0.0, 0.5, 1.0, 2.0):
@@ -200,16 +198,16 @@ for cv in (0.0, 0.5, 1.0, 2.0):
 # And now by the clock, at sizes that suit this machine.
 
 # %%
-spreads, sizes = ((0.0, 1.0), {"requests": 12, "mean_tokens": 6, "max_batch": 4}) if QUICK else (
-    (0.0, 0.5, 1.0, 2.0), {"requests": 128 if GPU else 32, "mean_tokens": 64 if GPU else 16, "max_batch": 8})
-gains = chapters.gain_by_spread(model, DEFAULT, bar(spreads, "variations"), **sizes)
+setting = Setting(quick=QUICK, progress=progress)
+setting.model = model
+gains = batching.gain_by_spread(setting, repeats=1)
 GAINS = {"cv": "variation asked", "drawn_cv": "drawn", "static_steps": "static steps", "continuous_steps": "continuous",
          "times_steps": "times the steps", "idle_share": "static: idle share", "static_tokens_per_s": "static tok/s",
          "continuous_tokens_per_s": "continuous tok/s", "times_tokens_per_s": "times the tok/s"}
 print(text_table(gains.rows, GAINS))
 
 # %%
-last = gains.rows[-1]
+last, spreads = gains.rows[-1], [row["cv"] for row in gains.rows]
 plots.curves(
     {"fewer steps": (spreads, [row["times_steps"] for row in gains.rows]),
      "more tokens per second": (spreads, [row["times_tokens_per_s"] for row in gains.rows])},
@@ -238,9 +236,9 @@ print(recorded("gain_by_spread", GAINS))
 my_guess = {"whole run": None, "answers only": None}
 
 # %%
-setting = Setting(quick=QUICK or not GPU, progress=progress)  # the full size takes a CPU minutes
-setting.model = model
-chats = batching.continuous_vs_static(setting)
+brief = Setting(quick=QUICK or not setting.gpu, progress=progress)  # the full size takes a CPU minutes
+brief.model = model
+chats = batching.continuous_vs_static(brief)
 CHATS = {"part": "part", "setup": "policy", "steps": "steps", "mean_rows": "rows, mean", "idle_share": "idle share",
          "tokens_per_s": "tokens/s", "times_static": "times static"}
 print(text_table(chats.rows, CHATS))
@@ -266,9 +264,7 @@ my_guess = None
 show_source(Scheduler._feed_prompt, Scheduler._has_budget)
 
 # %%
-long_prompt = 192 if QUICK else 8192 - 64 if GPU else 1024
-budget = 256 if GPU else 64
-stalls = chapters.stall_by_chunking(model, DEFAULT, long_prompt, budget=budget, tokens=20 if QUICK else 40)
+stalls = batching.stall_by_chunking(setting)
 STALLS = {"prompt": "prompt", "step_budget": "tokens a step", "p50_gap_ms": "gap p50, ms",
           "longest_gap_ms": "longest gap, ms", "prompt_steps": "steps with the prompt",
           "late_ttft_ms": "its time to first token, ms"}
@@ -278,6 +274,7 @@ print(text_table(stalls.rows, STALLS))
 # NBVAL_CHECK_OUTPUT
 print("512 tokens, budget 64, four streams:", -(-512 // (64 - 4)), "steps")
 whole, chunked = stalls.rows
+long_prompt, budget = whole["step_budget"] - 4, chunked["step_budget"]
 print("measured as predicted:", whole["prompt_steps"] == 1, chunked["prompt_steps"] == -(-long_prompt // (budget - 4)))
 
 # %%

@@ -31,10 +31,11 @@ import torch
 
 import minillm
 from minillm import Engine, SamplingParams
-from minillm.course.experiments import chapters
+from minillm.course.experiments import common, memory
 from minillm.course.prompts import CHAT_PROMPTS
+from minillm.course.setting import Setting
 from minillm.course.show import plots
-from minillm.course.show.live import bar
+from minillm.course.show.live import progress
 from minillm.course.show.recorded import ledger, recorded
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
@@ -42,13 +43,11 @@ from minillm.course.show.widgets import pool_explorer
 from minillm.ladder.decode import SequenceCache
 from minillm.ladder.paged import BlockPool, Paged, Slots
 from minillm.ladder.quantized import kv_bytes_per_token
-from minillm.load.source import DEFAULT
 from minillm.measure.measurement import device_name
 from minillm.measure.workload import lognormal
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 model = minillm.load_model(dtype="fp32")
-GPU = model.device.type == "cuda"
 tokenizer = minillm.load_tokenizer()
 TOKEN_BYTES = kv_bytes_per_token(model.config, "fp32")
 print(device_name(model.device))
@@ -138,8 +137,8 @@ print(f"a request that is half through an average answer needs {blocks_for(32 + 
 items = [replace(item, max_tokens=256) for item in lognormal(1.0, requests=64, mean_tokens=24, prompt_tokens=32)]
 budget = pool_blocks * 16 * TOKEN_BYTES
 for kv in ("slots", "paged"):
-    records = chapters.count(model.config, items, kv=kv, kv_memory=budget, max_batch=64)
-    row = chapters.memory_row(kv, records, TOKEN_BYTES)
+    records = common.count(model.config, items, kv=kv, kv_memory=budget, max_batch=64)
+    row = memory.memory_row(records, TOKEN_BYTES)
     print(f"{kv}: up to {row['peak_requests']} at once, {row['mean_requests']:.1f} on average; {row['steps']} steps; "
           f"{row['wasted_share']:.0%} of what was reserved was empty; preempted {row['preemptions']}")
 
@@ -152,7 +151,7 @@ for kv in ("slots", "paged"):
 # %%
 def engine_after(steps, items, kv="paged", shared=()):
     """An engine without a model, in the middle of its work."""
-    engine = Engine(None, executor=chapters.NoForward(model.config), kv=kv, kv_format="fp32", kv_memory=budget,
+    engine = Engine(None, executor=common.NoForward(model.config), kv=kv, kv_format="fp32", kv_memory=budget,
                     max_batch=64, max_context=512)
     for item in items:
         engine.add([*shared, *item.prompt_ids], item.params)
@@ -195,23 +194,18 @@ pool_explorer()
 my_guess = None
 
 # %%
-if QUICK:
-    sizes, cap = {"requests": 16, "mean_tokens": 6, "prompt_tokens": 16}, 64
-else:
-    sizes, cap = {"requests": 512 if GPU else 48, "mean_tokens": 64 if GPU else 24, "prompt_tokens": 32}, 256
-served = [replace(item, max_tokens=cap) for item in lognormal(1.0, **sizes)]
-slots = 2 if QUICK else 32 if GPU else 4
-bytes_of_slots = slots * blocks_for(sizes["prompt_tokens"] + cap - 1) * 16 * TOKEN_BYTES
-memory = chapters.memory_by_policy(model, DEFAULT, served, bytes_of_slots, max_batch=256 if GPU else 64)
+setting = Setting(quick=QUICK, progress=progress)
+setting.model = model
+policies = memory.memory_by_policy(setting)
 MEMORY = {"kv": "policy", "peak_requests": "most at once", "mean_requests": "on average", "reserved_mb": "reserved MB",
           "used_mb": "used MB", "wasted_share": "wasted", "steps": "steps", "tokens_per_s": "tokens/s"}
-print(text_table(memory.rows, MEMORY))
+print(text_table(policies.rows, MEMORY))
 
 # %%
-as_slots, as_pages = memory.rows
+as_slots, as_pages = policies.rows
 plots.bars(
-    memory.rows, "kv", {"used_mb": "holds keys and values", "wasted_mb": "reserved, empty"},
-    f"{bytes_of_slots / 1e6:.0f} MB for keys and values: {as_slots['mean_requests']:.1f} requests at once as slots, "
+    policies.rows, "kv", {"used_mb": "holds keys and values", "wasted_mb": "reserved, empty"},
+    f"In the same memory for keys and values: {as_slots['mean_requests']:.1f} requests at once as slots, "
     f"{as_pages['mean_requests']:.1f} as pages", "MB, mean over the steps",
 )
 
@@ -262,14 +256,14 @@ my_guess = None
 
 # %%
 # NBVAL_CHECK_OUTPUT
-common = next(i for i in range(len(prompts[0])) if len({prompt[i] for prompt in prompts}) > 1)
-whole = common // 16 * 16
+in_common = next(i for i in range(len(prompts[0])) if len({prompt[i] for prompt in prompts}) > 1)
+whole = in_common // 16 * 16
 predicted = (len(prompts) - 1) * whole
-print(f"prompts of {[len(prompt) for prompt in prompts]} tokens, {common} in common: {whole} in whole blocks")
+print(f"prompts of {[len(prompt) for prompt in prompts]} tokens, {in_common} in common: {whole} in whole blocks")
 print(f"to be found instead of computed: {len(prompts) - 1} x {whole} = {predicted}")
 
 # %%
-sharing = chapters.prefix_sharing(model, DEFAULT, prompts)
+sharing = memory.prefix_sharing(setting, prompts)
 SHARING = {"case": "case", "prompt_tokens": "prompt tokens", "computed": "computed", "found": "found",
            "ttft_p50_ms": "time to first token, ms (p50 of the later ones)", "ttft_max_ms": "longest"}
 print(text_table(sharing.rows, SHARING))
@@ -344,8 +338,7 @@ plots.slot_timeline(
 my_guess = {"short": None, "long": None}
 
 # %%
-contexts = (64, 256) if QUICK else (64, 512, 2048)
-indirect = chapters.cost_of_blocks(model, DEFAULT, bar(contexts, "contexts"))
+indirect = memory.cost_of_blocks(setting)
 INDIRECT = {"context_tokens": "tokens of text", "contiguous_ms": "one run: ms", "paged_ms": "blocks: ms",
             "times": "times"}
 print(text_table(indirect.rows, INDIRECT))
@@ -360,8 +353,8 @@ print(recorded("cost_of_blocks", INDIRECT))
 # %%
 # NBVAL_CHECK_OUTPUT
 for block_size in (1, 16, 64, 256):
-    records = chapters.count(model.config, items, kv_memory=budget, max_batch=64, block_size=block_size)
-    row = chapters.memory_row("paged", records, TOKEN_BYTES)
+    records = common.count(model.config, items, kv_memory=budget, max_batch=64, block_size=block_size)
+    row = memory.memory_row(records, TOKEN_BYTES)
     requests, wasted = row["mean_requests"], row["wasted_share"]
     print(f"blocks of {block_size:>3}: {requests:>4.1f} requests on average, {wasted:.0%} wasted")
 
@@ -374,7 +367,7 @@ for block_size in (1, 16, 64, 256):
 # By the ledger's own rules: on this device, just now, and on every device that has a recorded run.
 
 # %%
-print(ledger({"C3": memory.rows, "C8": sharing.rows}))
+print(ledger({"C3": policies.rows, "C8": sharing.rows}))
 
 # %% [markdown]
 # ## What a production engine calls this
@@ -403,7 +396,7 @@ found_in_front, found_at_the_end = None, None
 
 
 def found(monday, tuesday):
-    engine = Engine(None, executor=chapters.NoForward(model.config), kv_format="fp32", max_context=512)
+    engine = Engine(None, executor=common.NoForward(model.config), kv_format="fp32", max_context=512)
     for system in (monday, tuesday):
         engine.generate([tokenizer.chat(questions[0], system=system)], SamplingParams(max_tokens=1))
     return engine.records.totals["cached_tokens"]

@@ -31,7 +31,7 @@ import torch
 
 import minillm
 from minillm import quantize_weights
-from minillm.course.experiments import chapters, formats
+from minillm.course.experiments import common, formats
 from minillm.course.experiments.key_errors import calibrated, errors, per_channel, per_token, queries_and_keys
 from minillm.course.setting import Setting
 from minillm.course.show import plots
@@ -112,7 +112,7 @@ for kv_format in ("fp32", "bf16", "fp8", "int8", "int4"):
 # NBVAL_CHECK_OUTPUT
 items = lognormal(1.0, requests=64, mean_tokens=48, prompt_tokens=48)
 for kv_format in ("fp32", "bf16", "int8", "int4"):
-    records = chapters.count(config, items, kv_format=kv_format, kv_memory=1024 * plain, max_batch=64)
+    records = common.count(config, items, kv_format=kv_format, kv_memory=1024 * plain, max_batch=64)
     summary = metrics.summary(records)
     rows = sum(step.rows for step in records.steps) / len(records.steps)
     print(f"{kv_format}: {rows:.1f} requests at once on average, up to {summary['batch']['peak_rows']}; "

@@ -28,7 +28,7 @@ import os
 from dataclasses import replace
 
 from minillm import Engine, RequestError, SamplingParams
-from minillm.course.experiments import chapters, memory, service
+from minillm.course.experiments import common, memory, service
 from minillm.course.setting import Setting
 from minillm.course.show import plots
 from minillm.course.show.explore import explore_capacity
@@ -239,7 +239,7 @@ print("a GPU utilisation gauge would have said over 95 % each time:", all(row["b
 # before anything is queued.
 
 # %%
-engine = Engine(None, executor=chapters.NoForward(small), kv_format="fp32", max_context=1024,
+engine = Engine(None, executor=common.NoForward(small), kv_format="fp32", max_context=1024,
                 kv_memory=64 * 16 * kv_bytes_per_token(small, "fp32"))
 refusal = ""
 try:

@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from minillm.course.experiments.chapters import batch_curve, measured, serve, warm_up
+from minillm.course.experiments.common import decode_seconds, measured, serve, step_row, warm_up
 from minillm.course.experiments.key_errors import (
     TOKEN_BLOCK,
     PerChannelKeys,
@@ -51,7 +51,7 @@ from minillm.measure.quality import (
     retrieved,
     token_losses,
 )
-from minillm.measure.roofline import StepShape, least_work
+from minillm.measure.roofline import StepShape
 from minillm.measure.workload import chat
 
 REFERENCE_FORMAT, PLAIN_FORMAT = "fp32", "bf16"  # what quality, and what memory, is compared with
@@ -286,22 +286,19 @@ def weight_speed(setting: Setting) -> Measurement:
     rows, spread = [], None
     for weight_format in setting.each("weight formats", (None, *WEIGHT_FORMATS)):
         model = quantize_weights(plain, weight_format) if weight_format else plain
-        curve = batch_curve(model, setting.timed_name, setting.size((1, 8), (1, 2, 4, 8, 16, 32)), prompt, steps)
-        spread = spread or curve.provenance.noise
-        for row in curve.rows:
-            shape = StepShape.decode([prompt + steps // 2] * row["rows"])
-            work = least_work(model.config, native_format(model.dtype), shape, model.weight_bytes)
+        for number in setting.size((1, 8), (1, 2, 4, 8, 16, 32)):
+            seconds = decode_seconds(model, number, prompt, steps)
+            spread = spread or seconds
+            work = setting.work(StepShape.decode([prompt + steps // 2] * number), model)
             rows.append({
-                "weights": weight_format or native_format(plain.dtype), "rows": row["rows"],
-                "read_mb": model.weight_bytes / 1e6, "step_ms": row["step_ms"], "min_ms": row["min_ms"],
-                "max_ms": row["max_ms"], "tokens_per_s": row["tokens_per_s"],
-                "mbu": setting.ceilings.mbu(work, row["step_ms"] / 1e3),
+                "weights": weight_format or native_format(plain.dtype), "rows": number,
+                "read_mb": model.weight_bytes / 1e6, **step_row(setting, work, seconds, number),
                 "cache_tokens_in_1_gib": cache_beside(model, GIB),
             })
     for row in rows:
         same = next(first for first in rows if first["rows"] == row["rows"])  # in the weights as loaded
         row["times_faster"] = same["step_ms"] / row["step_ms"]
-    return measured("weight_speed", plain, setting.timed_name, rows, Spread(**spread, repeats=steps, warmups=1))
+    return measured("weight_speed", plain, setting.timed_name, rows, spread)
 
 
 def cache_beside(model, memory: int) -> int:

@@ -1,15 +1,23 @@
-"""Experiments of part C: who has the cache, and what sharing it saves."""
+"""Ledger part C: how many requests fit into the cache, and what pages and sharing save. Notebooks 01, 04 and 08."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from statistics import mean, median
 
-from minillm.course.experiments import chapters, traffic
+from minillm.course.experiments import traffic
+from minillm.course.experiments.common import decode_seconds, serve, warm_up
+from minillm.course.experiments.limits import one_cached_step
 from minillm.course.experiments.service import percentiles, under_load
 from minillm.course.setting import Setting
+from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import KVStorage, kv_bytes_per_token, native_format
+from minillm.ladder.records import Records
+from minillm.ladder.request import SamplingParams
+from minillm.measure import metrics
 from minillm.measure.capacity import GB, capacity
-from minillm.measure.measurement import EXACT, Measurement, provenance
+from minillm.measure.measurement import EXACT, Measurement, provenance, time_seconds
 from minillm.measure.workload import chat, lognormal, shared_prefix
 from minillm.model.config import PRESETS, ModelConfig
 
@@ -20,16 +28,8 @@ BLOCK = 16  # tokens
 
 def capacity_sum(setting: Setting) -> Measurement:
     """How many requests fit into 80 GB, by model, context and format; and what a token's keys and values take."""
-    sums = [("llama-3-8b", 16.0, 4096, "bf16"), ("llama-3-8b", 16.0, 2048, "bf16"), ("llama-3-8b", 16.0, 4096, "int8"),
-            ("llama-3-8b", 16.0, 4096, "int4")]
-    rows = []
-    for model, weights_gb, context, kv_format in sums:
-        fits = capacity(model, 80.0, weights_gb, 4.0, context, kv_format)
-        rows.append({
-            "model": model, "kv_format": kv_format, "context_tokens": context, "memory_gb": fits.memory_gb,
-            "weights_gb": fits.weights_gb, "overhead_gb": fits.overhead_gb, "cache_gb": fits.cache_gb,
-            "request_gb": fits.request_gb, "max_concurrent": fits.max_concurrent,
-        })
+    sums = [(4096, "bf16"), (2048, "bf16"), (4096, "int8"), (4096, "int4")]
+    rows = [{"model": "llama-3-8b", **asdict(capacity("llama-3-8b", 80.0, 16.0, 4.0, *each))} for each in sums]
     rows += [token_row(name, config) for name, config in PRESETS.items()]
     return Measurement("capacity_sum", provenance("the presets", "none", EXACT, setting.seed, None), rows)
 
@@ -50,31 +50,74 @@ def token_row(name: str, config: ModelConfig) -> dict:
 
 
 def memory_by_policy(setting: Setting) -> Measurement:
-    """The same requests in the same bytes, as slots and as pages."""
-    model = setting.timed_model
+    """The same requests in the same bytes, as slots and as pages: how many ran at once, and what was wasted."""
+    model, rows = setting.timed_model, []
     requests, mean_tokens, prompt, cap, slots, batch = setting.size(
         (16, 6, 16, 64, 2, 64), (48, 24, 32, 256, 4, 64), (512, 64, 32, 256, 32, 256)
     )
     items = lognormal(1.0, requests, mean_tokens, prompt)
     cap = max(cap, items[0].max_tokens)
-    slot_tokens = -(-(prompt + cap - 1) // BLOCK) * BLOCK
-    memory = slots * slot_tokens * kv_bytes_per_token(model.config, native_format(model.dtype))
     items = [replace(item, max_tokens=cap) for item in items]
-    return chapters.memory_by_policy(model, setting.timed_name, items, memory, batch)
+    token_bytes = kv_bytes_per_token(model.config, native_format(model.dtype))
+    memory = slots * -(-(prompt + cap - 1) // BLOCK) * BLOCK * token_bytes
+    warm_up(model)
+    for kv in ("slots", "paged"):
+        records = serve(model, items, kv=kv, kv_memory=memory, max_batch=batch)
+        rows.append({"kv": kv, **memory_row(records, token_bytes)})
+    return setting.measured("memory_by_policy", rows)
 
 
-def prefix_sharing(setting: Setting) -> Measurement:
-    """One system prompt before several questions: computed each time, shared, and with its first token changed."""
-    requests, prefix = setting.size((4, 128), (8, 512), (16, 2048))
-    prompts = [item.prompt_ids for item in shared_prefix(requests, prefix, seed=setting.seed)]
-    return chapters.prefix_sharing(setting.timed_model, setting.timed_name, prompts)
+def memory_row(records: Records, token_bytes: int) -> dict:
+    """What a run reserved and used: means over the steps, each counting once, so that no clock is in them."""
+    summary, steps = metrics.summary(records), records.steps
+    reserved = mean(step.blocks_live for step in steps) * records.block_size * token_bytes / 1e6
+    used = mean(step.kv_tokens for step in steps) * token_bytes / 1e6
+    return {
+        "peak_requests": summary["batch"]["peak_rows"], "mean_requests": summary["batch"]["mean_rows"],
+        "reserved_mb": reserved, "used_mb": used, "wasted_mb": reserved - used, "wasted_share": 1 - used / reserved,
+        "steps": summary["steps"], "preemptions": summary["preemptions"],
+        "tokens_per_s": summary["output_tokens"] / summary["busy_s"],
+    }
 
 
-def cost_of_blocks(setting: Setting) -> Measurement:
-    """A step over keys and values in one run of memory, and in blocks."""
-    contexts = setting.size((64, 256), (64, 512, 2048), (64, 512, 2048, 8000))
-    contexts = setting.each("cost_of_blocks", contexts)
-    return chapters.cost_of_blocks(setting.timed_model, setting.timed_name, contexts)
+def prefix_sharing(setting: Setting, prompts: Sequence[Sequence[int]] | None = None, tokens: int = 4) -> Measurement:
+    """The same prompts one after another: without sharing, with it, and with another first token each.
+
+    prompts: by default one long start before several questions. TTFT is that of the prompts
+    after the first, which finds nothing to share.
+    """
+    model, rows = setting.timed_model, []
+    if prompts is None:
+        requests, prefix = setting.size((4, 128), (8, 512), (16, 2048))
+        prompts = [item.prompt_ids for item in shared_prefix(requests, prefix, seed=setting.seed)]
+    changed = [[(prompt[0] + i) % model.config.vocab_size, *prompt[1:]] for i, prompt in enumerate(prompts)]
+    warm_up(model, len(prompts[0]) // 2)
+    for case, cache, asked in (
+        ("no sharing", False, prompts), ("shared prefix", True, prompts), ("first token changed", True, changed)
+    ):
+        engine = Engine(model, prefix_cache=cache, max_context=max(map(len, prompts)) + tokens, max_batch=8)
+        for prompt in asked:
+            engine.generate([prompt], SamplingParams(max_tokens=tokens, ignore_eos=True))
+        later = [(record.first_token - record.arrival) * 1e3 for record in engine.records.requests[1:]]
+        rows.append({
+            "case": case, "prompt_tokens": sum(map(len, asked)), "computed": engine.records.totals["prompt_tokens"],
+            "found": engine.records.totals["cached_tokens"], "ttft_p50_ms": median(later), "ttft_max_ms": max(later),
+        })
+    return setting.measured("prefix_sharing", rows)
+
+
+def cost_of_blocks(setting: Setting, steps: int = 8) -> Measurement:
+    """A decode step of one sequence: keys and values in one run (rung 1), and gathered block by block (rung 4)."""
+    model, rows, spreads = setting.timed_model, [], []
+    for context in setting.each("cost_of_blocks", setting.size((64, 256), (64, 512, 2048), (64, 512, 2048, 8000))):
+        run = time_seconds(one_cached_step(model, context), model.device, warmups=1, repeats=steps)
+        paged = decode_seconds(model, 1, context - 1, steps)
+        rows.append({
+            "context_tokens": context, "contiguous_ms": run.median * 1e3, "paged_ms": paged.median * 1e3,
+            "times": paged.median / run.median,
+        })
+        spreads.append(run)
+    return setting.measured("cost_of_blocks", rows, spreads[0])
 
 
 # -- in virtual time ------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import tracemalloc
 
-from minillm.course.experiments.chapters import NoForward
+from minillm.course.experiments.common import NoForward
 from minillm.ladder.engine import Engine
 from minillm.ladder.request import SamplingParams
 from minillm.measure.measurement import Measurement, Spread, provenance

@@ -18,7 +18,7 @@ from statistics import mean
 import numpy as np
 import torch
 
-from minillm.course.experiments import chapters
+from minillm.course.experiments import common
 from minillm.course.experiments.limits import first_layers
 from minillm.course.setting import Setting
 from minillm.ladder.engine import Engine
@@ -132,7 +132,7 @@ def predictions(setting: Setting, read: Callable[[], float]) -> Measurement:
         rows += error_rows(load, [figures(run.engine.records) for run in pair], replayed(cost, pair[0], limits))
     for row in rows:
         row["layers"] = len(model.layers)
-    return chapters.measured("virtual_prediction", model, setting.timed_name, rows,
+    return common.measured("virtual_prediction", model, setting.timed_name, rows,
                              Spread.of([row["error_percent"] for row in rows]))
 
 

@@ -1,4 +1,4 @@
-"""The experiments of notebooks 00 and 07 to 10: the machine's limits, and what a service does under load."""
+"""The experiments of notebooks 07 to 10: what a service does under load."""
 
 from __future__ import annotations
 
@@ -8,104 +8,18 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
-from minillm.course.experiments import chapters
+from minillm.course.experiments import common
+from minillm.course.experiments.limits import gauges
 from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import kv_bytes_per_token, native_format
 from minillm.ladder.records import Records
-from minillm.load.weights import RandomTensors
 from minillm.measure import metrics
 from minillm.measure.fleet import Router, least_loaded, run_until, serve
-from minillm.measure.measurement import Measurement, Spread, time_seconds
-from minillm.measure.roofline import Ceilings, StepShape, StepWork, least_work
-from minillm.measure.virtual import CostModel, shape_of, virtual_engine
+from minillm.measure.measurement import Measurement, Spread
+from minillm.measure.roofline import Ceilings
+from minillm.measure.virtual import CostModel, virtual_engine
 from minillm.measure.workload import WorkItem, chat, play, random_ids, worked_example
 from minillm.model.config import ModelConfig
-from minillm.model.llama import Llama
-
-# -- 00: the machine ------------------------------------------------------------------------------
-
-
-def roofline_steps(
-    model, name: str, limits: Ceilings, rows: Sequence[int] = (1, 8, 32), prompts: Sequence[int] = (16, 64, 256),
-    context: int = 64, steps: int = 12,
-) -> Measurement:
-    """Decode steps of so many rows, and prefills of so many tokens, beside the least time that the limits allow."""
-    first = context - steps // 2  # the rows' texts grow; at the median step they are `context` long
-    decodes = chapters.batch_curve(model, name, rows, prompt_tokens=first, steps=steps)
-    table = [
-        step_row(model, limits, "decode", row["rows"], StepShape.decode([context] * row["rows"]), row["step_ms"])
-        for row in decodes.rows
-    ]
-    for length in prompts:
-        spread = time_seconds(chapters.one_recomputing_step(model, length), model.device, warmups=1, repeats=3)
-        shape = StepShape.of([(0, length, 1)])
-        table.append(step_row(model, limits, "prefill", length, shape, spread.median * 1e3))
-    provenance = replace(decodes.provenance, bandwidth_gb_per_s=limits.bytes_per_s / 1e9)
-    return Measurement("roofline_steps", provenance, table)
-
-
-def step_row(model, limits: Ceilings, kind: str, tokens: int, shape: StepShape, step_ms: float) -> dict:
-    """One row of `roofline_steps`: the work of a step, its time, and its shares of both limits."""
-    work = least_work(model.config, native_format(model.dtype), shape, model.weight_bytes)
-    seconds = step_ms / 1e3
-    return {
-        "kind": kind, "tokens": tokens, "read_mb": work.bytes / 1e6, "gflop": work.flops / 1e9,
-        "flop_per_byte": work.flops / work.bytes, "step_ms": step_ms, "least_ms": limits.least_seconds(work) * 1e3,
-        "tokens_per_s": tokens / seconds, "gflop_per_s": work.flops / seconds / 1e9,
-        "mbu": limits.mbu(work, seconds), "mfu": limits.mfu(work, seconds), "bound_by": bound_by(limits, work),
-    }
-
-
-def bound_by(limits: Ceilings, work: StepWork) -> str:
-    """Which of the two limits decides: "reading" or "multiplying"."""
-    return "reading" if work.bytes / limits.bytes_per_s > work.flops / limits.flops_per_s else "multiplying"
-
-
-def narrowed(config: ModelConfig, divisor: int) -> ModelConfig:
-    """The same number of layers and heads, everything else so many times narrower. ValueError if nothing is left."""
-    if config.head_dim % (2 * divisor) or config.hidden_size % divisor or config.intermediate_size % divisor:
-        raise ValueError(f"widths of {config.hidden_size}, {config.intermediate_size}, {config.head_dim} by {divisor}")
-    return replace(
-        config, hidden_size=config.hidden_size // divisor, intermediate_size=config.intermediate_size // divisor,
-        head_dim=config.head_dim // divisor, vocab_size=config.vocab_size // divisor,
-    )
-
-
-def mbu_by_width(model, name: str, limits: Ceilings, divisors: Sequence[int] = (1, 2, 4, 8)) -> Measurement:
-    """One decoded token, with random weights of the model's shape and of ever narrower ones: as many calls, less work.
-
-    What is left when the work is almost nothing is the cost of the calls themselves.
-    """
-    table, spreads = [], []
-    for divisor in divisors:
-        config = narrowed(model.config, divisor)
-        slim = Llama(config, RandomTensors(config, model.device, model.dtype), model.device, model.dtype)
-        spread = time_seconds(chapters.one_cached_step(slim, 16), model.device, warmups=3, repeats=7)
-        row = step_row(slim, limits, "decode", 1, StepShape.decode([16]), spread.median * 1e3)
-        table.append({"width": config.hidden_size, **row, "lost_ms": row["step_ms"] - row["least_ms"]})
-        spreads.append(spread)
-    return chapters.measured("mbu_by_width", model, name, table, spreads[0])
-
-
-# -- 07: what a server's gauges say ---------------------------------------------------------------
-
-
-def utilisation(records: Records, config: ModelConfig, kv_format: str, weight_bytes: float, limits: Ceilings) -> dict:
-    """How busy a run looks, and how much of the device's limits it used, over the time from first to last.
-
-    `busy_share` is what a GPU's utilisation gauge counts: time in which something ran. `mbu`
-    and `mfu` are what the steps had to read and multiply, over what the limits allow in the
-    whole time.
-    """
-    works = [least_work(config, kv_format, shape_of(step), weight_bytes) for step in records.steps]
-    whole = StepWork(sum(work.bytes for work in works), sum(work.flops for work in works))
-    span = records.ended - records.began
-    return {
-        "busy_share": records.totals["busy_seconds"] / span,
-        "mbu": limits.mbu(whole, span), "mfu": limits.mfu(whole, span),
-        "mean_rows": metrics.batch(records)["mean_rows"], "tokens_per_s": records.totals["output_tokens"] / span,
-    }
-
 
 # -- 07: load, and who is in the system -----------------------------------------------------------
 
@@ -125,7 +39,7 @@ def open_and_closed(
     """
     longest = max(len(item.prompt_ids) + item.max_tokens for item in items)
     settings = {"max_context": longest, "prefix_cache": False, "max_batch": clients, **settings}
-    chapters.warm_up(model)
+    common.warm_up(model)
     closed = Engine(model, **settings)
     play(closed, items, clients)
     runs = {f"closed, {clients} clients": closed.records}
@@ -202,7 +116,7 @@ def fill(config: ModelConfig, kv_format: str, kv_memory: int, kv: str, context: 
     """
     items = worked_example(256, context, answer)
     settings = {"max_batch": len(items), "max_step_tokens": len(items) * context, "max_context": context}
-    return chapters.count(config, items, kv=kv, kv_format=kv_format, kv_memory=kv_memory, **settings)
+    return common.count(config, items, kv=kv, kv_format=kv_format, kv_memory=kv_memory, **settings)
 
 
 def chats(requests: int, rate: float, context: int = 8192, seed: int = 0, **settings) -> list[WorkItem]:
@@ -222,7 +136,7 @@ def under_load(cost: CostModel, items: Sequence[WorkItem], most_waiting: int | N
     limits = Ceilings(cost.bytes_per_s, cost.flops_per_s)
     found = metrics.summary(records)
     return {
-        **utilisation(records, cost.config, cost.kv_format, cost.weight_bytes, limits),
+        **gauges(records, cost.config, cost.kv_format, cost.weight_bytes, limits),
         "cache_peak_share": found["kv"]["peak_share"], "refused": len(refused),
         "refused_share": len(refused) / len(items), "mean_waiting": found["queue_depth"]["mean"],
         "preemptions": found["preemptions"], **percentiles(found), "records": records,
@@ -341,7 +255,7 @@ def worked_example_here(
     A closed loop of as many clients as fit (twice the batch for the static one, whose queue
     is part of it); every prompt is computed.
     """
-    chapters.warm_up(model)
+    common.warm_up(model)
     native = native_format(model.dtype)
     memory = kv_memory or fit * context * kv_bytes_per_token(model.config, native)
     fit = blocks_fit(model.config, memory, context, native)
@@ -363,7 +277,7 @@ def worked_example_here(
             **percentiles(found), "cost_per_million_output_tokens": found["cost_per_million_output_tokens"],
         })
     speeds = Spread.of([row["tokens_per_s"] for row in rows], warmups=1)
-    return chapters.measured("worked_example_here", model, name, rows, speeds)
+    return common.measured("worked_example_here", model, name, rows, speeds)
 
 
 def blocks_fit(config: ModelConfig, memory: int, context: int, kv_format: str, block_size: int = 16) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
-from minillm.course.experiments.chapters import NoForward
+from minillm.course.experiments.common import NoForward
 from minillm.course.show import plots
 from minillm.ladder.continuous import Row
 from minillm.ladder.engine import Engine

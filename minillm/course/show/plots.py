@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from minillm.course.experiments.knee import knee_of
+from minillm.course.experiments.batching import knee_of
 from minillm.ladder.engine import Engine
 from minillm.ladder.records import Records, RequestRecord, StepRecord
 from minillm.ladder.request import RequestId
@@ -418,7 +418,7 @@ def clear_names(ax: Axes) -> None:
 
 
 def cost_per_token(rows: Sequence[Mapping], title: str | None = None) -> Figure:
-    """Rung 0 beside rung 1, from rows of `chapters.cost_by_length`."""
+    """Rung 0 beside rung 1, from rows of `limits.cost_by_length`."""
     both = [row for row in rows if row["recompute_ms"] is not None]
     series = {
         "rung 0: compute the whole text again": _columns(both, "context_tokens", "recompute_ms"),
@@ -432,24 +432,18 @@ def cost_per_token(rows: Sequence[Mapping], title: str | None = None) -> Figure:
     return curves(series, title, "tokens of text so far", "ms for the next token", log_x=True, log_y=True)
 
 
-def tokens_per_s_curve(
-    rows: Sequence[Mapping], title: str | None = None, at: int = 8, least_ms: Sequence[float] | None = None
-) -> Figure:
-    """Throughput and step time against the rows of a step, from rows of `chapters.batch_curve`.
-
-    least_ms: the least time of each row's step by the roofline, to be drawn beside.
-    """
+def tokens_per_s_curve(rows: Sequence[Mapping], title: str | None = None, at: int = 8) -> Figure:
+    """Throughput and step time against the rows of a step, beside the roofline's, from rows of `batch_curve`."""
     first, chosen = rows[0], next((row for row in rows if row["rows"] == at), rows[-1])
     xs, speeds = _columns(rows, "rows", "tokens_per_s")
     if title is None:
         faster, longer = (chosen[name] / first[name] for name in ("tokens_per_s", "step_ms"))
         title = f"{chosen['rows']} rows: {faster:.1f} times the tokens per second, a step {longer:.2f} times as long"
     free = [row * first["tokens_per_s"] / first["rows"] for row in xs]
-    through, durations = {"measured": (xs, speeds), "if rows were free": (xs, free)}, {"measured": _columns(
-        rows, "rows", "step_ms")}
-    if least_ms is not None:
-        through["the roofline's limit"] = xs, [1e3 * row / ms for row, ms in zip(xs, least_ms, strict=True)]
-        durations["the roofline's least"] = xs, list(least_ms)
+    least_ms = _columns(rows, "rows", "least_ms")[1]
+    limit = [1e3 * row / ms for row, ms in zip(xs, least_ms, strict=True)]
+    through = {"measured": (xs, speeds), "if rows were free": (xs, free), "the roofline's limit": (xs, limit)}
+    durations = {"measured": _columns(rows, "rows", "step_ms"), "the roofline's least": (xs, least_ms)}
     with drawing(1, 2, size=(10, 4)) as (figure, axes):
         left, right = axes[0]
         draw_curves(left, through, log_x=True, log_y=True)

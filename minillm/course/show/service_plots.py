@@ -24,7 +24,7 @@ from minillm.measure.roofline import Ceilings
 
 
 def roofline(rows: Sequence[Mapping], limits: Ceilings, title: str | None = None) -> Figure:
-    """The two limits as one roof, and measured steps under it, from rows of `service.roofline_steps`."""
+    """The two limits as one roof, and measured steps under it, from rows of `limits.roofline_steps`."""
     ridge = limits.flops_per_s / limits.bytes_per_s
     ends = [min(0.5 * rows[0]["flop_per_byte"], 0.1 * ridge), 4 * max(ridge, *(row["flop_per_byte"] for row in rows))]
     xs = [ends[0], ridge, ends[1]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from functools import cache
 
-from minillm.course.experiments.chapters import count
+from minillm.course.experiments.common import count
 from minillm.course.grading.checks import Exercise, Task, expect
 from minillm.ladder.records import StepRecord
 from minillm.measure.workload import WorkItem
