@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minillm.course.experiments import chapters
-from minillm.course.experiments.service import percentiles
 from minillm.course.setting import Setting
 from minillm.ladder.engine import Engine
 from minillm.measure import metrics
@@ -30,7 +29,7 @@ def knee(setting: Setting) -> Measurement:
         found = metrics.summary(engine.records)
         rows.append({
             "clients": number, "mean_rows": found["batch"]["mean_rows"], "tokens_per_s": found["output_tokens_per_s"],
-            "tokens_per_s_each": found["output_tokens_per_s"] / number, **percentiles(found),
+            "tokens_per_s_each": found["output_tokens_per_s"] / number, **metrics.flat(found, *metrics.LATENCIES),
         })
     at = knee_of(rows)
     for row in rows:
