@@ -27,18 +27,20 @@ if importlib.util.find_spec("minillm") is None:
 
 # %%
 import os
+from dataclasses import replace
 
 from IPython.display import display
 
 from minillm.course import diagnose
 from minillm.course.diagnose import CASES, CURES
-from minillm.course.experiments import traffic
+from minillm.course.experiments import service
 from minillm.course.setting import Setting
 from minillm.course.show import service_plots
 from minillm.course.show.live import progress
 from minillm.course.show.recorded import ledger
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
+from minillm.measure.service import Service
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 REQUESTS = 30 if QUICK else 120
@@ -69,13 +71,13 @@ def reveal(case):
 # %% [markdown]
 # ## The medicine chest
 #
-# A cure changes one thing of the set-up. The same requests are then served again.
+# A cure changes one thing of the service. The same requests are then served again.
 
 # %%
 print(*CURES, sep="\n")
 
 # %%
-show_source(diagnose.Setup, diagnose.diagnose, diagnose.run)
+show_source(Service.serve, diagnose.served, diagnose.diagnose)
 
 # %% [markdown]
 # ## Case 1: slow to begin
@@ -206,7 +208,7 @@ my_guess = None
 
 # %%
 setting = Setting(quick=QUICK, progress=progress)
-fleets = traffic.replicas(setting).rows
+fleets = service.replicas(setting).rows
 FLEETS = {"replicas": "GPUs", "mean_rows": "rows each", "tokens_per_s": "tokens/s", "times_one": "times one",
           "latency_p50_s": "latency p50, s", "cost_per_million_output_tokens": "$ a million"}
 print(text_table(fleets, FLEETS))
@@ -263,7 +265,7 @@ service_plots.side_by_side(
 # By the ledger's own rules; F6 has six cases of its own.
 
 # %%
-print(ledger({"B9": fleets, "F5": traffic.achieved_batch(setting).rows, "F6": traffic.cures(setting).rows}))
+print(ledger({"B9": fleets, "F5": service.achieved_batch(setting).rows, "F6": service.cures(setting).rows}))
 
 # %% [markdown]
 # ## What a production engine calls this
@@ -281,12 +283,13 @@ print(ledger({"B9": fleets, "F5": traffic.achieved_batch(setting).rows, "F6": tr
 #
 # [Exercise 11](../exercises/11_sick_servers.ipynb) hands you runs of services that are not on this page, and asks for
 # the cause; in [exercise 10](../exercises/10_latencies.ipynb) you write the figures that give it away. Before you go
-# there, make a case of your own: take one of the set-ups, break something, and give the plots to somebody else.
+# there, make a case of your own: take one of the services, break something, and give the plots to somebody else.
 
 # %%
-broken = diagnose.CASES["crowd"].setup.with_settings(max_step_tokens=16)
-row, records = diagnose.run(broken, CASES["crowd"].load(REQUESTS))
-service_plots.over_time({"broken": records}, title="What is wrong here?")
+crowd_case = CASES["crowd"]
+broken = replace(crowd_case.service, max_step_tokens=16)
+run = broken.serve(crowd_case.load(REQUESTS), crowd_case.clients)
+service_plots.over_time({"broken": run.records}, title="What is wrong here?")
 
 # %% [markdown]
 # [How these pages are made](README.md) · before: [10 · The worked example](10_worked_example.ipynb) · next:
