@@ -11,12 +11,13 @@ from tiny import tiny_config, tiny_model
 from minillm.course import diagnose
 from minillm.course.experiments import example, service
 from minillm.course.show import names, service_plots
+from minillm.ladder.engine import Engine
 from minillm.measure import fleet, metrics
 from minillm.measure.fitting import shape_of
 from minillm.measure.roofline import Ceilings, StepWork, least_work, read_numbers
 from minillm.measure.service import Service
 from minillm.measure.virtual import CostModel, virtual_engine
-from minillm.measure.workload import WorkItem
+from minillm.measure.workload import WorkItem, play
 from minillm.model.config import ModelConfig
 
 VOCABULARY = 10_000  # random prompts draw ids below this
@@ -165,8 +166,12 @@ def test_the_closed_loop_does_not_see_the_long_prompt():
 
 
 def test_open_and_closed_serve_everybody_in_every_loop(model):
-    asked = items(0.0, 0.1, 0.2, 0.3, tokens=2)
-    runs = service.open_and_closed(model, asked, clients=2, loads=(0.5,))
+    def serve(items, clients):
+        engine = Engine(model, max_batch=2)
+        play(engine, items, clients)
+        return engine.records
+
+    runs = service.open_and_closed(serve, items(0.0, 0.1, 0.2, 0.3, tokens=2), clients=2, loads=(0.5,))
     assert [len(records.requests) for records in runs.values()] == [4, 4]
     assert next(iter(runs)) == "closed, 2 clients" and max(s.rows for s in next(iter(runs.values())).steps) == 2
 
@@ -185,8 +190,8 @@ def test_pools_keep_people_and_jobs_apart():
 
 
 def test_more_rows_make_more_tokens_per_second():
-    one = Service(SECOND, kv_memory=10**6)
-    few, many = service.batch_limits(one, (1, 4), items(0.0, 0.0, 0.0, 0.0), clients=4)
+    few, many = (Service(SECOND, kv_memory=10**6, max_batch=most).serve(items(0.0, 0.0, 0.0, 0.0), clients=4).row(
+        "tokens_per_s", "mean_rows") for most in (1, 4))
     assert many["tokens_per_s"] > 2 * few["tokens_per_s"] and (few["mean_rows"], many["mean_rows"]) == (1.0, 4.0)
 
 
@@ -204,20 +209,20 @@ def test_the_example_here_lets_as_many_clients_in_as_fit(model):
 @pytest.mark.parametrize("name", diagnose.CASES)
 def test_each_case_yields_to_its_cure_and_not_to_the_tempting_one(name):
     case = diagnose.CASES[name]
-    assert diagnose.diagnose(name, case.cure, requests=30).times_better >= 1.2
-    assert diagnose.diagnose(name, case.tempting, requests=30).times_better < 1.2
+    (before, cured, tempted), _ = diagnose.diagnose(name, [case.cure, case.tempting], requests=30)
+    assert before["times_better"] == 1 and cured["times_better"] >= 1.2 and tempted["times_better"] < 1.2
 
 
 def test_unknown_cases_and_cures_are_refused():
     with pytest.raises(ValueError, match=r"unknown case 'fever'; known: slow start"):
         diagnose.diagnose("fever")
     with pytest.raises(ValueError, match=r"unknown cure 'rest'; known: cache prompts"):
-        diagnose.diagnose("crowd", "rest")
+        diagnose.diagnose("crowd", ["rest"])
 
 
 def test_without_a_cure_nothing_is_compared():
-    found = diagnose.diagnose("alone and slow", requests=20)
-    assert found.times_better == 1 and list(found.records) == ["before"]
+    rows, records = diagnose.diagnose("alone and slow", requests=20)
+    assert [row["times_better"] for row in rows] == [1] and list(records) == ["before"]
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------

@@ -6,13 +6,13 @@ served again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from minillm.course.experiments.service import COST, CURES, FIGURES, chats, times_better
 from minillm.ladder.records import Records
 from minillm.measure.capacity import GB
-from minillm.measure.service import Served, Service
+from minillm.measure.service import Service
 from minillm.measure.workload import WorkItem, chat, lognormal, shared_prefix
 
 COLUMNS = (*FIGURES, "refused_share", "cache_peak_share", "mean_waiting", COST)
@@ -67,41 +67,21 @@ CASES = {
 }
 
 
-@dataclass(frozen=True)
-class Treatment:
-    """One case, served as it was and with a cure; rows to print, records to draw."""
+def diagnose(case: str, cures: Collection[str] = (), requests: int = 200) -> tuple[list[dict], dict[str, Records]]:
+    """Serve a case's requests on its service as it is, called "before", and with each of these cures.
 
-    case: Case
-    rows: list[dict]
-    records: dict[str, Records]
-
-    @property
-    def times_better(self) -> float:
-        """Of the case's figure; 1 where no cure was tried."""
-        return times_better(self.case.figure, self.rows[0], self.rows[-1])
-
-
-def diagnose(case: str, cure: str | None = None, requests: int = 200) -> Treatment:
-    """Serve a case's requests as they are, and again with the cure. ValueError lists the cases or the cures."""
-    runs = served(case, [cure] if cure is not None else [], requests)
-    rows = [{"set-up": name, **run.row(*COLUMNS)} for name, run in runs.items()]
-    return Treatment(CASES[case], rows, {name: run.records for name, run in runs.items()})
-
-
-def every_cure(case: str, requests: int = 200) -> list[dict]:
-    """All cures on one case: its figure, how many times better it became, and what a million tokens cost then."""
-    rows = {name: run.row(*COLUMNS) for name, run in served(case, CURES, requests).items()}
-    figure, before = CASES[case].figure, rows["before"]
-    return [{"cure": "as it was" if row is before else name, figure: row[figure],
-             "times_better": times_better(figure, before, row), "cost": row[COST]} for name, row in rows.items()]
-
-
-def served(case: str, cures: Iterable[str], requests: int) -> dict[str, Served]:
-    """A case's requests on its service as it is, under "before", and with each of these cures."""
+    Returns rows to print, with the `times_better` that the case's figure became, and records to draw.
+    ValueError lists the cases or the cures.
+    """
     for kind, name, known in (("case", case, CASES), *(("cure", cure, CURES) for cure in cures)):
         if name not in known:
             raise ValueError(f"unknown {kind} {name!r}; known: {', '.join(known)}")
     chosen = CASES[case]
-    items = chosen.load(requests)
-    services = {"before": chosen.service, **{cure: CURES[cure](chosen.service) for cure in cures}}
-    return {name: service.serve(items, chosen.clients) for name, service in services.items()}
+    items, rows, records = chosen.load(requests), [], {}
+    for name in ("before", *cures):
+        service = CURES[name](chosen.service) if name in CURES else chosen.service
+        served = service.serve(items, chosen.clients)
+        row, records[name] = served.row(*COLUMNS), served.records
+        better = times_better(chosen.figure, rows[0] if rows else row, row)
+        rows.append({"set-up": name, **row, "times_better": better})
+    return rows, records

@@ -6,9 +6,7 @@ cost model (`virtual.py`). So the times are predictions from a data sheet, and f
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 
@@ -31,7 +29,7 @@ class Service:
 
     device: a name in `DEVICES`, or a `CostModel`, which then also decides model, KV format and
     weights. weights: their bytes, as a share of 16 bits. kv_memory: bytes for keys and values; None:
-    what weights and `overhead_gb` leave of the device's memory. prefill_replicas: devices more, which
+    what weights and `overhead_gb` leave of the device's memory. prefill_replicas: further devices, which
     compute prompts only and send the cache on at `transfer_gb_per_s`. prompts_received: prompts are
     in the cache already, so only answers are computed. acceptance: the probability that a draft is
     right, given that its predecessors were, with 4 drafts that cost nothing; None: no speculation.
@@ -71,8 +69,8 @@ class Service:
 
     def __str__(self) -> str:
         """The fields that differ from their defaults."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return ", ".join(f"{f.name}={given[f.name]!r}" for f in fields(self) if given[f.name] != f.default)
+        given = {field: getattr(self, field.name) for field in fields(self)}
+        return ", ".join(f"{field.name}={value!r}" for field, value in given.items() if value != field.default)
 
     @property
     def devices(self) -> int:
@@ -87,7 +85,7 @@ class Service:
         return replace(cost, weight_bytes=cost.weight_bytes * self.weights)
 
     def capacity(self, context: int = 4096) -> Capacity:
-        """How many requests of so many tokens fit into the memory of a device with a data sheet."""
+        """How many requests of `context` tokens fit into the memory of the device, which needs a data sheet."""
         config = ModelConfig.preset(self.model)
         weights_gb = weight_numbers(config) * WEIGHT_BYTES / GB * self.weights
         return capacity(config, DEVICES[self.device].memory_gb, weights_gb, self.overhead_gb, context, self.kv_format)
@@ -110,15 +108,14 @@ class Service:
         if self.answer_cap is not None:
             items = [replace(item, max_tokens=min(item.max_tokens, self.answer_cap)) for item in items]
         longest = max(len(item.prompt_ids) + item.max_tokens for item in items)
-        with collector_off():
-            if self.prefill_replicas:
-                engines, requests = self._serve_apart(items, longest)
+        if self.prefill_replicas:
+            engines, requests = self._serve_apart(items, longest)
+        else:
+            engines = [self.engine(longest) for _ in range(self.replicas)]
+            if clients is None:
+                requests = fleet.serve(engines, items, max_waiting=self.max_waiting)
             else:
-                engines = [self.engine(longest) for _ in range(self.replicas)]
-                if clients is None:
-                    requests = fleet.serve(engines, items, max_waiting=self.max_waiting)
-                else:
-                    requests = closed_loop(engines, items, clients)
+                requests = closed_loop(engines, items, clients)
         return Served(self, requests, metrics.merge([engine.records for engine in engines]))
 
     def _serve_apart(self, items: Sequence[WorkItem], longest: int) -> tuple[list[Engine], list[RequestRecord]]:
@@ -160,21 +157,10 @@ class Served:
 
 def closed_loop(engines: Sequence[Engine], items: Sequence[WorkItem], clients: int) -> list[RequestRecord]:
     """Clients and their requests shared among the engines, each with at least one client; in order of finishing."""
+    check_at_least(1, clients=clients)
     for number, engine in enumerate(engines):
         play(engine, items[number :: len(engines)], max(1, clients // len(engines)))
     return [record for engine in engines for record in engine.records.requests]
-
-
-@contextmanager
-def collector_off() -> Iterator[None]:
-    """No garbage collection of cycles meanwhile: none arise, and each pass would visit every waiting prompt."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 COMPACT = ("chat", "code", "trace", "worked-example")  # workloads whose prompts need no memory in virtual time

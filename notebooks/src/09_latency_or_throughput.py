@@ -92,11 +92,13 @@ print("no load has 90 % of the best throughput and 110 % of the best latency:",
 my_guess = {"most tokens/s": None, "shortest ITL": None, "shortest latency": None}
 
 # %%
-show_source(service.batch_limits)
+show_source(Service.serve)
 
 # %%
 clients = 48 if QUICK else 96
-limits = service.batch_limits(a100, (2, 8, 32, 128), lognormal(0.5, 2 * clients, 48, 256), clients)
+asked = lognormal(0.5, 2 * clients, 48, 256)
+limits = [{"max_batch": most, **replace(a100, max_batch=most).serve(asked, clients).row(*service.FIGURES)}
+          for most in (2, 8, 32, 128)]
 LIMITS = {"max_batch": "most rows", "mean_rows": "rows, mean", "tokens_per_s": "tokens/s", "itl_p50_ms": "ITL p50, ms",
           "itl_p99_ms": "ITL p99, ms", "queue_p50_s": "queue p50, s", "latency_p50_s": "latency p50, s"}
 print(text_table(limits, LIMITS))

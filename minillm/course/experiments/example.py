@@ -15,7 +15,7 @@ from minillm.measure.measurement import Measurement, Spread
 from minillm.measure.service import PRICE, Service
 from minillm.measure.workload import numbered_ids, play
 from minillm.measure.workload import worked_example as workload
-from minillm.model.config import ModelConfig, check_at_least, check_positive
+from minillm.model.config import check_at_least, check_positive
 
 
 def setups(static_batch: int = 8, native: str = "bf16") -> tuple[tuple[str, str, dict], ...]:
@@ -114,7 +114,7 @@ def three_setups(
     native, rows = native_format(model.dtype), []
     memory = kv_memory or fit * context * kv_bytes_per_token(model.config, native)
     for setup, kv_format, settings in setups(static_batch, native):
-        fits = contexts_fit(model.config, memory, context, kv_format)
+        fits = memory // (context * kv_bytes_per_token(model.config, kv_format))
         clients = 2 * static_batch if settings else min(requests, fits)
         engine = Engine(model, **{"kv_format": kv_format, "kv_memory": memory, "max_context": context,
                                   "prefix_cache": False, "max_batch": clients, **settings})
@@ -124,9 +124,3 @@ def three_setups(
         rows.append({"setup": setup, "clients": clients, "times_static": times, **found})
     speeds = Spread.of([row["tokens_per_s"] for row in rows], warmups=1)
     return chapters.measured("worked_example_here", model, name, rows, speeds)
-
-
-def contexts_fit(config: ModelConfig, memory: int, context: int, kv_format: str, block_size: int = 16) -> int:
-    """Requests of a full context whose blocks fit into this number of bytes."""
-    blocks = memory // (block_size * kv_bytes_per_token(config, kv_format))
-    return blocks // -(-context // block_size)

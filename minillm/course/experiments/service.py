@@ -1,7 +1,7 @@
 """The machine's limits (notebook 00), and what a service does under load: parts B9 and F (notebooks 07 to 09, 11).
 
-All but `open_and_closed` run in virtual time, by default Llama-3-8B on A100s: what they find are
-predictions from a data sheet, and are recorded as such.
+Services run in virtual time, by default Llama-3-8B on A100s: their times are predictions from a data
+sheet, and are recorded as such.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import numpy as np
 
 from minillm.course.experiments import chapters
 from minillm.course.setting import Setting
-from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import native_format
 from minillm.ladder.records import Records, RequestRecord
 from minillm.load.weights import RandomTensors
@@ -24,7 +23,7 @@ from minillm.measure.fitting import shape_of
 from minillm.measure.measurement import VIRTUAL, Measurement, provenance, time_seconds
 from minillm.measure.roofline import Ceilings, StepShape, StepWork, least_work
 from minillm.measure.service import Service
-from minillm.measure.workload import WorkItem, chat, lognormal, play, random_ids, shared_prefix, worked_example
+from minillm.measure.workload import WorkItem, chat, lognormal, random_ids, shared_prefix, worked_example
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 
@@ -132,25 +131,16 @@ def at_rate(items: Sequence[WorkItem], per_s: float) -> list[WorkItem]:
     return [replace(item, arrival=item.arrival * now / per_s) for item in items]
 
 
-def open_and_closed(
-    model, items: Sequence[WorkItem], clients: int, loads: Sequence[float], **settings
-) -> dict[str, Records]:
-    """The same requests in a closed loop of `clients`, then in open loops at shares of the rate that it reached.
+Serve = Callable[[Sequence[WorkItem], int | None], Records]  # items, and the clients of a closed loop or None
 
-    A step takes as many rows as there are clients, so that the closed loop keeps it full.
-    """
-    longest = max(len(item.prompt_ids) + item.max_tokens for item in items)
-    settings = {"max_context": longest, "prefix_cache": False, "max_batch": clients, **settings}
-    chapters.warm_up(model)
-    closed = Engine(model, **settings)
-    play(closed, items, clients)
-    runs = {f"closed, {clients} clients": closed.records}
-    rate = len(items) / (closed.records.ended - closed.records.began)
-    for load in loads:
-        engine = Engine(model, **settings)
-        play(engine, at_rate(items, load * rate))
-        runs[f"open, {load * rate:.2g} a second"] = engine.records
-    return runs
+
+def open_and_closed(
+    serve: Serve, items: Sequence[WorkItem], clients: int, loads: Sequence[float]
+) -> dict[str, Records]:
+    """The same requests in a closed loop of `clients`, then in open loops at shares of the rate that it reached."""
+    closed = serve(items, clients)
+    runs, rate = {f"closed, {clients} clients": closed}, len(items) / (closed.ended - closed.began)
+    return runs | {f"open, {load * rate:.2g} a second": serve(at_rate(items, load * rate), None) for load in loads}
 
 
 def number_present(lives: Sequence[tuple[float, float]]) -> list[tuple[float, int]]:
@@ -197,10 +187,7 @@ def one_long_prompt(requests: int = 200, clients: int = 8, long_prompt: int = 60
     middle = items[len(items) // 2]
     items.insert(len(items) // 2, replace(middle, prompt_ids=[0] * long_prompt))
     service = Service(chunked_prefill=False, max_step_tokens=long_prompt, max_batch=64, kv_memory=60 * GB)
-    closed = service.serve(items, clients).records
-    rate = len(items) / (closed.ended - closed.began)
-    opened = service.serve(at_rate(items, rate)).records
-    return {f"closed, {clients} clients": closed, f"open, {rate:.2g} a second": opened}
+    return open_and_closed(lambda *load: service.serve(*load).records, items, clients, [1.0])
 
 
 def watch(setting: Setting) -> Measurement:
@@ -260,12 +247,6 @@ def load_sweep(setting: Setting) -> Measurement:
     return simulated("load_sweep", rows, setting)
 
 
-def batch_limits(service: Service, limits: Sequence[int], items: Sequence[WorkItem], clients: int) -> list[dict]:
-    """The same clients, in a closed loop, at services that differ in the most rows of a step."""
-    services = [replace(service, max_batch=most) for most in limits]
-    return [{"max_batch": each.max_batch, **each.serve(items, clients).row(*FIGURES)} for each in services]
-
-
 def two_kinds(
     interactive: int, per_s: float, jobs: int, prompt: int = 512, answer: int = 96, job_prompt: int = 3072,
     job_answer: int = 384, seed: int = 0,
@@ -277,11 +258,8 @@ def two_kinds(
     return people, [WorkItem(0.0, random_ids(draw, job_prompt, 1.0), job_answer) for _ in range(jobs)]
 
 
-Layouts = Mapping[str, Sequence[Sequence[Service]]]
-
-
 def in_pools(
-    layouts: Layouts, people: Sequence[WorkItem], jobs: Sequence[WorkItem]
+    layouts: Mapping[str, Sequence[Sequence[Service]]], people: Sequence[WorkItem], jobs: Sequence[WorkItem]
 ) -> Iterator[tuple[str, list[RequestRecord], list[RequestRecord], Records]]:
     """For each layout of GPUs: its name, the records of people's requests and of jobs, and the hardware's.
 
@@ -349,7 +327,7 @@ def disaggregation(setting: Setting) -> Measurement:
     items, rows = chat(setting.size(50, 300), rate=7.0, seed=setting.seed), []
     both = Service(max_step_tokens=16_384, replicas=2)
     for layout, service in (("both on both", both), ("apart", replace(both, replicas=1, prefill_replicas=1))):
-        served = service.serve(items)
+        served = service.serve(items)  # both layouts are timed from 0, whenever their first request arrives
         rows.append({"layout": layout, **served.row("ttft_p50_s", "ttft_p99_s", "itl_p50_ms", "itl_p99_ms"),
                      "tokens_per_s": served.summary["output_tokens"] / served.records.ended})
     return simulated("disaggregation", rows, setting)
