@@ -222,6 +222,22 @@ def test_merged_servers_are_one_service():
         metrics.merge([Records("summary")])
 
 
+def test_a_summary_in_columns_has_the_summarys_values():
+    engine = ticking_engine()
+    run(engine, [[1, 2], [3, 4]], [3, 3], arrivals=[0.0, 1.5])
+    found = metrics.summary(engine.records, price_per_hour=3.6)
+    assert metrics.flat(found, "itl_p50_ms", "ttft_p99_s", "mean_rows", "cost_per_million_output_tokens") == {
+        "itl_p50_ms": 1e3 * found["itl_per_step_s"]["p50"], "ttft_p99_s": found["ttft_s"]["p99"],
+        "mean_rows": found["batch"]["mean_rows"], "cost_per_million_output_tokens": 1e3 / found["output_tokens_per_s"],
+    }
+    assert list(metrics.flat(found)) == list(metrics.COLUMNS) and None not in metrics.flat(found).values()
+    assert list(metrics.flat(metrics.latencies(engine.records.requests))) == list(metrics.LATENCIES)
+    nothing = metrics.flat(metrics.summary(Records("all")))
+    assert nothing["ttft_p50_s"] is None and nothing["cache_peak_share"] is None and nothing["preemptions"] == 0
+    with pytest.raises(KeyError):
+        metrics.flat(found, "speed")
+
+
 def drafting_engine(acceptance, draft_length):
     cost = CostModel(tiny_config(), "bf16", 0, 1e30, 1e30, 1e30, overhead_s=1.0)
     return virtual_engine(cost, proposer=VirtualProposer(acceptance), draft_length=draft_length)

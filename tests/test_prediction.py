@@ -24,7 +24,8 @@ from minillm.course.experiments.prediction import (
 )
 from minillm.course.setting import Setting
 from minillm.ladder.engine import Engine
-from minillm.measure.virtual import CostModel, VirtualExecutor, fit, virtual_engine
+from minillm.measure.fitting import fit
+from minillm.measure.virtual import CostModel, VirtualExecutor, virtual_engine
 from minillm.measure.workload import VOCAB, WorkItem, chat, lognormal, play
 from minillm.model.config import ModelConfig
 

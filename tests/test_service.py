@@ -8,13 +8,16 @@ import pytest
 from tiny import tiny_config, tiny_model
 
 from minillm.course import diagnose
-from minillm.course.experiments import service
+from minillm.course.experiments import example, service
 from minillm.course.experiments.limits import gauges
 from minillm.course.show import names, service_plots
+from minillm.ladder.engine import Engine
 from minillm.measure import fleet, metrics
+from minillm.measure.fitting import shape_of
 from minillm.measure.roofline import Ceilings, least_work
-from minillm.measure.virtual import CostModel, shape_of, virtual_engine
-from minillm.measure.workload import WorkItem
+from minillm.measure.service import Service
+from minillm.measure.virtual import CostModel, virtual_engine
+from minillm.measure.workload import WorkItem, play
 from minillm.model.config import ModelConfig
 
 VOCABULARY = 10_000  # random prompts draw ids below this
@@ -52,7 +55,7 @@ def items(*arrivals: float, tokens: int = 3) -> list[WorkItem]:
 
 def test_gauges_count_the_time_between_requests_as_idle():
     engine = virtual_engine(SECOND)
-    service.serve_bounded([engine], items(0.0, 9.0))
+    fleet.serve([engine], items(0.0, 9.0))
     limits = Ceilings(bytes_per_s=1e6, flops_per_s=1e6)
     found = gauges(engine.records, SECOND.config, "bf16", 0.0, limits)
     assert found["busy_share"] == pytest.approx(6 / 12) and found["mean_rows"] == 1.0
@@ -64,8 +67,8 @@ def test_gauges_count_the_time_between_requests_as_idle():
 
 def test_a_bounded_queue_refuses_whoever_finds_it_full():
     engine = virtual_engine(SECOND, max_batch=1)
-    refused = service.serve_bounded([engine], items(0.0, 0.5, 0.6, 0.7, 5.5, tokens=4), most_waiting=2)
-    assert refused == [3], "one runs, two wait, the fourth finds two waiting; the fifth comes when one has gone"
+    requests = fleet.serve([engine], items(0.0, 0.5, 0.6, 0.7, 5.5, tokens=4), max_waiting=2)
+    assert requests[3] is None, "one runs, two wait, the fourth finds two waiting; the fifth comes when one has gone"
     assert sorted(record.request_id for record in engine.records.requests) == [0, 1, 2, 4]
 
 
@@ -76,7 +79,7 @@ def test_the_scheduler_runs_as_many_at_once_as_the_sum_says(kv_format, number):
 
 
 def test_gauges_under_load_are_those_of_the_records():
-    found = service.under_load(SECOND, items(0.0, 0.5, 0.6, 0.7), most_waiting=2, max_batch=1)
+    found = service.under_load(Service(SECOND, max_waiting=2, max_batch=1), items(0.0, 0.5, 0.6, 0.7))
     assert found["refused"] == 1 and found["refused_share"] == 1 / 4
     ttft = metrics.latencies(found["records"].requests)["ttft_s"]
     assert (found["ttft_p50_s"], found["ttft_p99_s"]) == (ttft["p50"], ttft["p99"])
@@ -100,7 +103,7 @@ def test_littles_law_by_hand():
 @pytest.mark.parametrize("where", ["system", "queue", "service"])
 def test_littles_law_holds_in_records(where):
     engine = virtual_engine(SECOND, max_batch=2)
-    service.serve_bounded([engine], items(0.0, 0.5, 3.7, 3.9, 8.1, tokens=5))
+    fleet.serve([engine], items(0.0, 0.5, 3.7, 3.9, 8.1, tokens=5))
     law = service.littles_law(service.lives(engine.records, where))
     assert law["mean_present"] == pytest.approx(law["rate_per_s"] * law["mean_stay_s"], rel=1e-12)
     with pytest.raises(ValueError, match="system, queue, service"):
@@ -113,7 +116,7 @@ def test_arrivals_are_stretched_to_a_rate():
 
 
 def test_the_closed_loop_does_not_see_the_long_prompt():
-    runs = service.one_long_prompt(CostModel.of_device("a100-80gb", LLAMA), requests=30, clients=4)
+    runs = service.one_long_prompt(requests=30, clients=4)
     closed, opened = (
         metrics.latencies([r for r in records.requests if r.prompt_tokens < 60_000])["ttft_s"]
         for records in runs.values())
@@ -121,8 +124,12 @@ def test_the_closed_loop_does_not_see_the_long_prompt():
 
 
 def test_open_and_closed_serve_everybody_in_every_loop(model):
-    asked = items(0.0, 0.1, 0.2, 0.3, tokens=2)
-    runs = service.open_and_closed(model, asked, clients=2, loads=(0.5,))
+    def serve(items, clients):
+        engine = Engine(model, max_batch=2)
+        play(engine, items, clients)
+        return engine.records
+
+    runs = service.open_and_closed(serve, items(0.0, 0.1, 0.2, 0.3, tokens=2), clients=2, loads=(0.5,))
     assert [len(records.requests) for records in runs.values()] == [4, 4]
     assert next(iter(runs)) == "closed, 2 clients" and max(s.rows for s in next(iter(runs.values())).steps) == 2
 
@@ -131,20 +138,23 @@ def test_open_and_closed_serve_everybody_in_every_loop(model):
 
 
 def test_pools_keep_people_and_jobs_apart():
-    asked = service.two_kinds(interactive=3, per_s=2.0, jobs=2, prompt=4, answer=2, job_prompt=8, job_answer=3)
-    assert [service.is_job(item) for item in asked] == [False] * 3 + [True] * 2
-    engines = [virtual_engine(SECOND) for _ in range(3)]
-    fleet.serve(engines, asked, service.pools(1))
-    assert len(engines[0].records.requests) == 3 and sum(len(e.records.requests) for e in engines[1:]) == 2
+    people, jobs = service.two_kinds(interactive=3, per_s=2.0, jobs=2, prompt=4, answer=2, job_prompt=8, job_answer=3)
+    one = Service(SECOND)
+    layouts = {"mixed": [[one] * 3], "apart": [[one], [one] * 2]}
+    (_, *mixed, _), (_, *apart, records) = service.in_pools(layouts, people, jobs)
+    for answered, done in (mixed, apart):
+        assert [record.prompt_tokens for record in (*answered, *done)] == [4] * 3 + [8] * 2
+    assert max(step.rows for step in records.steps if step.start == 0) == 1, "each job has a GPU of its own"
 
 
 def test_more_rows_make_more_tokens_per_second():
-    few, many = service.batch_limits(SECOND, (1, 4), items(0.0, 0.0, 0.0, 0.0), clients=4, kv_memory=10**6)
+    few, many = (Service(SECOND, kv_memory=10**6, max_batch=most).serve(items(0.0, 0.0, 0.0, 0.0), clients=4).row(
+        "tokens_per_s", "mean_rows") for most in (1, 4))
     assert many["tokens_per_s"] > 2 * few["tokens_per_s"] and (few["mean_rows"], many["mean_rows"]) == (1.0, 4.0)
 
 
 def test_the_example_here_lets_as_many_clients_in_as_fit(model):
-    found = service.worked_example_here(model, "tiny", requests=8, context=32, answer=8, static_batch=2, fit=4)
+    found = example.three_setups(model, "tiny", requests=8, context=32, answer=8, static_batch=2, fit=4)
     assert [row["clients"] for row in found.rows] == [4, 4, 8]
     assert [row["mean_rows"] for row in found.rows] == pytest.approx([2, 4, 8], rel=0.2)
     for row in found.rows:
@@ -157,20 +167,20 @@ def test_the_example_here_lets_as_many_clients_in_as_fit(model):
 @pytest.mark.parametrize("name", diagnose.CASES)
 def test_each_case_yields_to_its_cure_and_not_to_the_tempting_one(name):
     case = diagnose.CASES[name]
-    assert diagnose.diagnose(name, case.cure, requests=30).times_better >= 1.2
-    assert diagnose.diagnose(name, case.tempting, requests=30).times_better < 1.2
+    (before, cured, tempted), _ = diagnose.diagnose(name, [case.cure, case.tempting], requests=30)
+    assert before["times_better"] == 1 and cured["times_better"] >= 1.2 and tempted["times_better"] < 1.2
 
 
 def test_unknown_cases_and_cures_are_refused():
     with pytest.raises(ValueError, match=r"unknown case 'fever'; known: slow start"):
         diagnose.diagnose("fever")
     with pytest.raises(ValueError, match=r"unknown cure 'rest'; known: cache prompts"):
-        diagnose.diagnose("crowd", "rest")
+        diagnose.diagnose("crowd", ["rest"])
 
 
 def test_without_a_cure_nothing_is_compared():
-    found = diagnose.diagnose("alone and slow", requests=20)
-    assert found.times_better == 1 and list(found.records) == ["before"]
+    rows, records = diagnose.diagnose("alone and slow", requests=20)
+    assert [row["times_better"] for row in rows] == [1] and list(records) == ["before"]
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------
@@ -178,7 +188,7 @@ def test_without_a_cure_nothing_is_compared():
 
 def test_pictures_of_a_run_state_what_its_records_say():
     engine = virtual_engine(SECOND, max_batch=1)
-    service.serve_bounded([engine], items(0.0, 0.5, 1.0))
+    fleet.serve([engine], items(0.0, 0.5, 1.0))
     lives, run = title_of(service_plots.request_lives(engine.records)), {"all": engine.records}
     queue = metrics.latencies(engine.records.requests)["queue_s"]["max"]
     assert f"the longest wait {queue:.2g} s" in lives

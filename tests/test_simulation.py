@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import json
 
 import pytest
 
 from minillm.cli import main
-from minillm.measure.simulation import ARTICLES, SETUPS, Service, beside_the_articles, simulate, worked_example_rows
+from minillm.course.experiments.example import ARTICLES, SETUPS, beside_the_articles, worked_example_rows
+from minillm.measure.service import Service, simulate
 from minillm.measure.workload import make_workload
 
 FEW = {"requests": 40, "scale": 0.1}
@@ -26,7 +26,6 @@ def test_every_token_of_the_workload_is_given(service):
     assert found["devices"] == service.replicas + service.prefill_replicas
     assert found["latency_s"]["n"] == found["ttft_s"]["n"] == 40
     assert found["itl_per_token_s"]["n"] == found["output_tokens"] - 40
-    assert gc.isenabled()
 
 
 def test_more_replicas_thin_the_batch():
@@ -64,11 +63,11 @@ def test_what_cannot_be_simulated_is_refused():
     with pytest.raises(ValueError, match="price_per_hour nan"):
         simulate("chat", Service(price_per_hour=float("nan")), **FEW)
     with pytest.raises(ValueError, match="clients 0"):
-        worked_example_rows(clients=0)
+        worked_example_rows(Service(), clients=0)
 
 
 def test_the_articles_stand_beside_ours_with_ratios():
-    rows = worked_example_rows(scale=0.05, prompts_received=True)
+    rows = worked_example_rows(Service(prompts_received=True), scale=0.05)
     assert [row["clients"] for row in rows] == [111, 111, 220 - 1]  # weights counted, not rounded to 16 GB
     table = {row["figure"]: row for row in beside_the_articles(rows)}
     setups = [setup for setup, *_ in SETUPS]
@@ -91,3 +90,29 @@ def test_the_command(capsys):
     assert len(found["rows"]) == 3
     assert main(["simulate", "chat", "--device", "a9"]) == 2
     assert "known: a100-80gb" in capsys.readouterr().err
+
+
+def test_a_closed_loop_is_shared_among_replicas():
+    served = Service(replicas=2).serve(make_workload("lognormal", requests=8), clients=6)
+    assert len(served.requests) == 8 and served.summary["requests"]["finished"] == 8
+    assert max(step.rows for step in served.records.steps) == 3, "three clients at each of two replicas"
+
+
+def test_what_a_service_refuses_is_counted_and_has_no_record():
+    items = make_workload("lognormal", requests=8)
+    served = Service(max_batch=1, max_waiting=2).serve(items)
+    assert served.row("refused", "refused_share") == {"refused": 6, "refused_share": 0.75}
+    assert len([request for request in served.requests if request]) == 2 == len(served.records.requests)
+    with pytest.raises(ValueError, match="at most one of"):
+        Service(max_waiting=2).serve(items, clients=2)
+
+
+def test_a_service_says_what_differs_from_the_usual_one():
+    assert str(Service()) == "" and str(Service(kv_format="int8", replicas=2)) == "kv_format='int8', replicas=2"
+
+
+def test_answers_are_capped_and_fewer_weights_leave_more_room():
+    items = make_workload("lognormal", requests=8)
+    assert Service(answer_cap=5).serve(items).summary["output_tokens"] == 40
+    assert Service(weights=0.5).capacity().cache_gb == pytest.approx(Service().capacity().cache_gb + 8.03, abs=0.01)
+    assert Service(weights=0.5).cost.weight_bytes == Service().cost.weight_bytes / 2

@@ -6,23 +6,22 @@ import pytest
 from fakes import FakeTokenizer
 from tiny import tiny_config
 
+from minillm.course.experiments.example import worked_example_rows
 from minillm.course.experiments.prediction import LIMITS, swelling
 from minillm.ladder.quantized import kv_bytes_per_token
 from minillm.ladder.records import Records
 from minillm.ladder.request import SamplingParams
 from minillm.measure import metrics
+from minillm.measure.fitting import corrections, fit, step_seconds
 from minillm.measure.fleet import least_loaded, round_robin, run_until, serve, serve_disaggregated
 from minillm.measure.roofline import StepShape, least_work, read_numbers
-from minillm.measure.simulation import worked_example_rows
+from minillm.measure.service import Service
 from minillm.measure.virtual import (
     DEVICES,
     GIVEN_TOKENS,
     CostModel,
     VirtualClock,
     VirtualProposer,
-    corrections,
-    fit,
-    step_seconds,
     virtual_engine,
 )
 from minillm.measure.workload import WorkItem, chat, lognormal, play, shared_prefix
@@ -405,7 +404,7 @@ def test_prefill_elsewhere_leaves_decoding_undisturbed():
 
 
 def test_the_worked_example_in_rows():
-    rows = worked_example_rows(scale=0.05, requests=512, clients=300)
+    rows = worked_example_rows(Service(), scale=0.05, requests=512, clients=300)
     static, paged, eight_bit = rows
     assert (static["fit_at_once"], paged["fit_at_once"]) == (111, 111) and eight_bit["fit_at_once"] in (219, 220)
     assert static["mean_rows"] <= 8 < paged["mean_rows"] and static["times_first"] == 1.0
@@ -417,7 +416,7 @@ def test_the_worked_example_in_rows():
 
 def test_received_prompts_leave_the_worked_example_to_decoding():
     loads = {"scale": 0.1, "requests": 64}
-    computed, received = (worked_example_rows(prompts_received=given, **loads) for given in (False, True))
+    computed, received = (worked_example_rows(Service(prompts_received=given), **loads) for given in (False, True))
     assert received[1]["tokens_per_s"] > 1.5 * computed[1]["tokens_per_s"]
     with pytest.raises(ValueError, match="unknown device 'cpu'; known: a100-80gb"):
-        worked_example_rows(device="cpu")
+        Service(device="cpu")

@@ -42,7 +42,7 @@ for name, server in SERVERS.items():
     busy = sum(s.duration for s in steps)
     figures = "rows", "waiting", "prompt_tokens", "decode_tokens", "blocks_live", "blocks_cached", "blocks_free"
     means = {figure: sum(getattr(s, figure) * s.duration for s in steps) / busy for figure in figures}
-    print(f"{name}: {complaint(name, seed=0):.3f} s {server.complaint} {server.percentile}; {server.settings}")
+    print(f"{name}: {server.complaint} {complaint(name, seed=0):.3f}; {server.settings}")
     shortest = min(s.duration for s in steps)
     print(f"   a step takes {busy / len(steps) * 1e3:.1f} ms, the shortest {shortest * 1e3:.1f} ms;",
           ", ".join(f"{figure} {value:.1f}" for figure, value in means.items()))

@@ -98,13 +98,15 @@ def _simulate(parser, arguments) -> int:
 
 
 def _worked_example(arguments) -> int:
+    from minillm.course.experiments.example import beside_the_articles, worked_example_rows
     from minillm.course.show.tables import text_table
-    from minillm.measure.simulation import beside_the_articles, worked_example_rows
+    from minillm.measure.service import Service
 
-    rows = worked_example_rows(
-        arguments.device, arguments.model, arguments.clients, arguments.requests, scale=arguments.scale,
-        prompts_received=not arguments.compute_prompts, price_per_hour=arguments.price,
+    service = Service(
+        arguments.device, arguments.model, prompts_received=not arguments.compute_prompts,
+        price_per_hour=arguments.price,
     )
+    rows = worked_example_rows(service, arguments.clients, arguments.requests, scale=arguments.scale)
     table = beside_the_articles(rows)
     print(
         f"{arguments.model} on {arguments.device}, in virtual time: 4k contexts, answers of 300 tokens, histories "
@@ -118,15 +120,16 @@ def _worked_example(arguments) -> int:
 
 
 def _workload(arguments) -> int:
-    from minillm.measure.simulation import Service, simulate
+    from minillm.measure.service import Service, simulate
 
     service = Service(
-        arguments.device, arguments.model, arguments.kv_format, arguments.replicas, arguments.prefill_replicas,
-        acceptance=arguments.speculation, max_batch=arguments.max_batch, price_per_hour=arguments.price,
+        arguments.device, arguments.model, arguments.kv_format, replicas=arguments.replicas,
+        prefill_replicas=arguments.prefill_replicas, acceptance=arguments.speculation, max_batch=arguments.max_batch,
+        price_per_hour=arguments.price,
     )
     settings = workload_settings(arguments)
     found = simulate(arguments.workload, service, arguments.clients, seed=arguments.seed, **settings)
     print(f"{arguments.workload} on {found['devices']} x {arguments.device}, {arguments.model}, in virtual time")
     print_summary(found)
-    write_json(arguments.json, {"workload": arguments.workload, **asdict(service), **found})
+    write_json(arguments.json, {"workload": arguments.workload, **found})
     return 0

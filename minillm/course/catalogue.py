@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from minillm.course.experiments import batching, formats, limits, memory, prediction, speculation, traffic
+from minillm.course.experiments import batching, example, formats, limits, memory, prediction, service, speculation
 from minillm.course.experiments import ladder as rungs
 from minillm.course.setting import Setting
 from minillm.measure.measurement import (
@@ -60,7 +60,7 @@ EXPERIMENTS = {
         Experiment("continuous_vs_static", batching.continuous_vs_static, "chat lengths in equal memory", ("B6",), 30),
         Experiment("gain_by_spread", batching.gain_by_spread, "continuous over static by spread", ("B7",), 5),
         Experiment("stall_by_chunking", batching.stall_by_chunking, "one long prompt among streams", (), 5),
-        Experiment("replicas", traffic.replicas, "the same traffic on 1 to 8 GPUs", ("B9",), 3),
+        Experiment("replicas", service.replicas, "the same traffic on 1 to 8 GPUs", ("B9",), 3),
         Experiment("capacity_sum", memory.capacity_sum, "how many requests fit", ("C1", "C2", "C5", "C7", "C10")),
         Experiment("memory_by_policy", memory.memory_by_policy, "slots and pages in the same bytes", ("C3",), 5),
         Experiment("prefix_sharing", memory.prefix_sharing, "one prompt's start stored for all", ("C8",), 5),
@@ -79,15 +79,15 @@ EXPERIMENTS = {
         Experiment("out_of_cache", memory.out_of_cache, "a server that refuses while it computes little", ("C4",), 2),
         Experiment("output_caps", memory.output_caps, "what a cap on answers saves", ("C9",), 2),
         Experiment("virtual_prediction", prediction.virtual_prediction, "one run predicts others", (), 130),
-        Experiment("load_sweep", traffic.load_sweep, "one GPU from 1 to 256 clients", ("F1",), 2),
-        Experiment("pools", traffic.pools, "chats and offline work, mixed and apart", ("F2",), 3),
-        Experiment("caps_and_caching", traffic.caps_and_caching, "capped answers, cached prompts", ("F3",), 3),
-        Experiment("watch", traffic.watch, "every figure that is worth watching", ("F4",), 1),
-        Experiment("achieved_batch", traffic.achieved_batch, "a batch of 3, and one that fills", ("F5",), 3),
-        Experiment("cures", traffic.cures, "symptom, cure, before and after", ("F6",), 5),
-        Experiment("disaggregation", traffic.disaggregation, "prefill and decoding apart", ("F7",), 3),
-        Experiment("worked_example", traffic.worked_example, "8B on one A100", ("G1", "G2", "G3"), 3),
-        Experiment("worked_example_here", traffic.worked_example_here, "the same three set-ups on this device", (), 10),
+        Experiment("load_sweep", service.load_sweep, "one GPU from 1 to 256 clients", ("F1",), 2),
+        Experiment("pools", service.pools, "chats and offline work, mixed and apart", ("F2",), 3),
+        Experiment("caps_and_caching", service.caps_and_caching, "capped answers, cached prompts", ("F3",), 3),
+        Experiment("watch", service.watch, "every figure that is worth watching", ("F4",), 1),
+        Experiment("achieved_batch", service.achieved_batch, "a batch of 3, and one that fills", ("F5",), 3),
+        Experiment("cures", service.cures, "symptom, cure, before and after", ("F6",), 5),
+        Experiment("disaggregation", service.disaggregation, "prefill and decoding apart", ("F7",), 3),
+        Experiment("worked_example", example.worked_example, "8B on one A100", ("G1", "G2", "G3"), 3),
+        Experiment("worked_example_here", example.worked_example_here, "the same three set-ups on this device", (), 10),
     )
 }
 

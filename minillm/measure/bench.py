@@ -14,10 +14,10 @@ from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import native_format
 from minillm.load.weights import load_model
 from minillm.measure import metrics
+from minillm.measure.fitting import shape_of
 from minillm.measure.measurement import Measurement, Spread, provenance
 from minillm.measure.reference import load_reference
 from minillm.measure.roofline import Ceilings, StepWork, least_work, measure_ceilings
-from minillm.measure.virtual import shape_of
 from minillm.measure.workload import WorkItem, make_workload, play
 from minillm.model.config import check_at_least
 from minillm.model.llama import Llama

@@ -1,8 +1,8 @@
 """Several engines on virtual clocks: replicas behind a router, pools, and prefill apart from decoding.
 
-Every function returns one `RequestRecord` an item, in the items' order, from which
-`metrics.latencies` tells how one kind of customer fared. The engines' own records, merged by
-`metrics.merge`, tell how the hardware did.
+Every function returns one `RequestRecord` per item, in the items' order, from which
+`metrics.latencies` computes the latencies of one kind of request. The engines' own records, merged
+by `metrics.merge`, show how the hardware was used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Router = Callable[[Sequence[Engine], WorkItem], Engine]
 
 
 def least_loaded(engines: Sequence[Engine], item: WorkItem) -> Engine:
-    """The engine with the fewest requests on its hands."""
+    """The engine with the fewest unfinished requests."""
     return min(engines, key=outstanding)
 
 
@@ -37,20 +37,28 @@ def round_robin() -> Router:
     return lambda engines, item: engines[next(turn) % len(engines)]
 
 
-def serve(engines: Sequence[Engine], items: Sequence[WorkItem], route: Router = least_loaded) -> list[RequestRecord]:
+def serve(
+    engines: Sequence[Engine],
+    items: Sequence[WorkItem],
+    route: Router = least_loaded,
+    max_waiting: int | None = None,
+) -> list[RequestRecord | None]:
     """The open loop over replicas: each request goes to one engine when it arrives, and stays there.
 
-    Raises RequestError if the chosen engine could never run it.
+    max_waiting: a request that finds this many in its engine's queue is refused, and has None for a
+    record; None: no bound. Raises RequestError if the chosen engine could never run a request.
     """
     for index in sorted(range(len(items)), key=lambda i: items[i].arrival):
         item = items[index]
         for engine in engines:
             run_until(engine, item.arrival)
-        route(engines, item).add(item.prompt_ids, item.params, request_id=index, arrival=item.arrival)
+        engine = route(engines, item)
+        if max_waiting is None or engine.stats().waiting < max_waiting:
+            engine.add(item.prompt_ids, item.params, request_id=index, arrival=item.arrival)
     for engine in engines:
         run_until(engine, float("inf"))
     ended = {record.request_id: record for engine in engines for record in engine.records.requests}
-    return [ended[index] for index in range(len(items))]
+    return [ended.get(index) for index in range(len(items))]
 
 
 def run_until(engine: Engine, moment: float) -> None:

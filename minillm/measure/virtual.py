@@ -7,11 +7,8 @@
 A GPU hides the shorter behind the longer (overlap 1: the roofline). The cores of a CPU must
 do both in turn (overlap 0), and gather the keys and values of a batch at a fraction of the
 bandwidth at which they read weights. The numbers are effective ones: taken from a data
-sheet, and then an estimate, or fitted to the recorded steps of a real run, and then good for
-other loads of the same model on the same machine. A fit also keeps two things that this form
-cannot say: by how much steps of so many tokens took longer, since a library's matrix product
-has a way of its own for every few sizes; and by how much like steps differed, since a machine's
-neighbours slow a few steps by much, which moves the mean and not the median.
+sheet, and then an estimate, or fitted to the recorded steps of a real run (`fitting.py`), and then
+good for other loads of the same model on the same machine.
 """
 
 from __future__ import annotations
@@ -19,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import count, groupby, islice, pairwise, repeat, takewhile
+from itertools import count, islice, repeat, takewhile
 from random import Random
-from statistics import pvariance
 
 import numpy as np
 import torch
@@ -29,7 +25,6 @@ import torch
 from minillm.ladder.continuous import Row, StepPlan
 from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import kv_bytes_per_token
-from minillm.ladder.records import Records, StepRecord
 from minillm.ladder.request import Request
 from minillm.ladder.sampling import ACCEPT, uniform
 from minillm.ladder.speculative import Speculator
@@ -252,108 +247,3 @@ def virtual_engine(
     return Engine(
         None, executor=executor, clock=clock, kv_format=cost.kv_format, speculator=speculator, seed=seed, **settings
     )
-
-
-# -- fitting --------------------------------------------------------------------------------------
-
-
-def fit(records: Records, config: ModelConfig, kv_format: str, weight_bytes: float) -> CostModel:
-    """The cost model under which the recorded steps are likeliest.
-
-    The run should hold prompts as well as decodes, at several batch sizes: what it never did
-    cannot be told apart, and stays near a first guess. Minimises the Huber loss of
-    log(predicted / recorded), which a few stalled steps do not bend, then matches the time of
-    all but the stalled ones: in total, and by `corrections` for every doubling of tokens. What
-    differs between like steps then is the `noise`.
-    Raises ValueError if fewer steps than numbers were recorded.
-    """
-    shapes, seconds = [shape_of(step) for step in records.steps], torch.tensor(step_seconds(records.steps)).double()
-    if len(shapes) < 5:
-        raise ValueError(f"{len(shapes)} recorded steps cannot settle 5 numbers: run longer, with records='all'")
-    kv_bytes = kv_bytes_per_token(config, kv_format) * torch.tensor([shape.stored for shape in shapes]).double()
-    flops = torch.tensor([least_work(config, kv_format, shape, 0).flops for shape in shapes]).double()
-
-    def predict(parameters: torch.Tensor) -> torch.Tensor:
-        weights, per_kv_byte, per_flop, overhead = parameters[:4].exp()
-        memory, compute, hidden = weights + kv_bytes * per_kv_byte, flops * per_flop, parameters[4].sigmoid()
-        return torch.maximum(memory, compute) + (1 - hidden) * torch.minimum(memory, compute) + overhead
-
-    fastest = seconds.min()
-    guess = torch.stack([fastest, fastest / weight_bytes, (seconds / flops).min(), fastest / 100]).log()
-    guess = torch.cat([guess, guess.new_zeros(1)])
-    parameters = minimise(lambda p: huber((predict(p) / seconds).log()) + FAINT * ((p - guess) ** 2).mean(), guess)
-    usual = seconds < STALLED * predict(parameters)
-    scale = float(seconds[usual].sum() / predict(parameters)[usual].sum())
-    weights, per_kv_byte, per_flop, overhead = (parameters[:4].exp() * scale).tolist()
-    speeds = weight_bytes / weights, 1 / per_kv_byte, 1 / per_flop
-    form = CostModel(config, kv_format, weight_bytes, *speeds, overhead, overlap=float(parameters[4].sigmoid()))
-    cost = replace(form, corrections=corrections(form, shapes, seconds.tolist()))
-    return replace(cost, noise=noise(cost, shapes, seconds.tolist()))
-
-
-def corrections(
-    form: CostModel, shapes: Sequence[StepShape], seconds: Sequence[float]
-) -> tuple[tuple[float, float], ...]:
-    """(mean tokens, recorded over predicted time) of the steps of 1 token, of 2 to 3, of 4 to 7 and so on.
-
-    Stalled steps are left out. Few steps say little, and less the more they differ among
-    themselves: a factor goes n / (n + FEW + variance / LIKELY^2) of its way from 1, as if n
-    measurements were added to the belief that it is 1, give or take LIKELY.
-    """
-    steps = sorted((shape.tokens, taken, form.seconds(shape)) for shape, taken in zip(shapes, seconds, strict=True))
-    found = []
-    for _, same in groupby(steps, key=lambda step: step[0].bit_length()):
-        usual = [step for step in same if step[1] < STALLED * step[2]]
-        if usual:
-            tokens, taken, predicted = map(sum, zip(*usual, strict=True))
-            doubt = FEW + pvariance([step[1] / step[2] for step in usual]) / LIKELY**2
-            found.append((tokens / len(usual), 1 + (taken / predicted - 1) * len(usual) / (len(usual) + doubt)))
-    return tuple(found)
-
-
-def noise(cost: CostModel, shapes: Sequence[StepShape], seconds: Sequence[float]) -> tuple[float, ...]:
-    """Recorded over predicted time of each step that did not stall, over their mean."""
-    ratios = [taken / cost.seconds(shape) for shape, taken in zip(shapes, seconds, strict=True)]
-    usual = [ratio for ratio in ratios if ratio < STALLED]
-    return tuple(ratio * len(usual) / sum(usual) for ratio in usual)
-
-
-STALLED = 3  # times what was predicted
-FEW, LIKELY = 4, 0.04  # steps; share of a step's time
-FAINT = 1e-6  # the pull towards the first guess
-
-
-def huber(residuals: torch.Tensor, knee: float = 0.05) -> torch.Tensor:
-    """Squares up to the knee, straight lines beyond: the mean over residuals (Huber, 1964)."""
-    return torch.nn.functional.huber_loss(residuals, torch.zeros_like(residuals), delta=knee)
-
-
-def minimise(loss, start: torch.Tensor) -> torch.Tensor:
-    """The parameters near `start` at which `loss` is lowest, by L-BFGS."""
-    parameters = start.clone().requires_grad_()
-    optimiser = torch.optim.LBFGS([parameters], max_iter=500, tolerance_change=1e-12, line_search_fn="strong_wolfe")
-
-    def closure() -> torch.Tensor:
-        optimiser.zero_grad()
-        value = loss(parameters)
-        value.backward()
-        return value
-
-    optimiser.step(closure)
-    return parameters.detach()
-
-
-def shape_of(step: StepRecord) -> StepShape:
-    """A recorded step's shape. Records keep no positions: each token is taken to see the rows' mean context."""
-    fed = step.prompt_tokens + step.decode_tokens + step.recomputed_tokens
-    tokens = fed + step.drafted_tokens + step.idle_rows
-    return StepShape(tokens, step.due_rows + step.drafted_tokens, step.kv_tokens, tokens * step.kv_tokens // step.rows)
-
-
-def step_seconds(steps: Sequence[StepRecord]) -> list[float]:
-    """Each step's duration, and with it the time until the next one where there was work to go on with."""
-    seconds = []
-    for step, following in pairwise(steps):
-        goes_on = step.waiting or not set(step.members).isdisjoint(following.members)
-        seconds.append(following.start - step.start if goes_on else step.duration)
-    return [*seconds, *(step.duration for step in steps[-1:])]

@@ -37,8 +37,10 @@ from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
 from minillm.course.show.widgets import capacity_explorer
 from minillm.ladder.quantized import KVStorage, kv_bytes_per_token
+from minillm.measure import fleet
 from minillm.measure.capacity import capacity
 from minillm.measure.roofline import StepShape
+from minillm.measure.service import Service
 from minillm.measure.virtual import CostModel
 from minillm.model.config import ModelConfig
 
@@ -207,16 +209,15 @@ print(f"H200 over H100: {h200['fits'] / h100['fits']:.2f} times the requests, "
 my_guess = {"slots": None, "pages": None, "pages, 8 bits": None}
 
 # %%
-show_source(service.serve_bounded)
+show_source(fleet.serve)
 
 # %%
 items = service.chats(80 if QUICK else 300, rate=10.0)
 setups = (("slots", "slots", "bf16"), ("pages", "paged", "bf16"), ("pages, 8 bits", "paged", "int8"))
 loads = []
 for name, kv, kv_format in setups:
-    cost = CostModel.of_device("a100-80gb", llama, kv_format)
-    found = service.under_load(cost, items, most_waiting=8, kv=kv, kv_memory=9 * 10**9)
-    loads.append({"setup": name, **found})
+    server = Service(kv_format=kv_format, kv=kv, kv_memory=9 * 10**9, max_waiting=8)
+    loads.append({"setup": name, **service.under_load(server, items)})
 LOADS = {"setup": "cache", "refused_share": "refused, share", "cache_peak_share": "most of cache held", "mfu": "MFU",
          "busy_share": "busy", "mean_rows": "rows", "tokens_per_s": "tokens/s", "ttft_p99_s": "TTFT p99, s"}
 print(text_table(loads, LOADS))

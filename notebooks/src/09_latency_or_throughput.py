@@ -28,8 +28,9 @@ if importlib.util.find_spec("minillm") is None:
 
 # %%
 import os
+from dataclasses import replace
 
-from minillm.course.experiments import memory, service, traffic
+from minillm.course.experiments import memory, service
 from minillm.course.setting import Setting
 from minillm.course.show import service_plots
 from minillm.course.show.live import progress
@@ -37,12 +38,13 @@ from minillm.course.show.recorded import ledger, recorded
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
 from minillm.measure import fleet
+from minillm.measure.capacity import GB
+from minillm.measure.service import Service
 from minillm.measure.workload import lognormal
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 setting = Setting(quick=QUICK, progress=progress)
-a100 = traffic.cost_model()  # Llama-3-8B in 16 bits on an A100, by its data sheet
-GB = 10**9
+a100 = Service(kv_memory=60 * GB)  # Llama-3-8B in 16 bits on an A100, by its data sheet
 
 # %% [markdown]
 # ## More people
@@ -54,7 +56,7 @@ GB = 10**9
 my_guess = {"tokens/s, 64 clients over 1": None, "p99 latency, 64 clients over 1": None}
 
 # %%
-load = traffic.load_sweep(setting).rows
+load = service.load_sweep(setting).rows
 LOAD = {"clients": "clients", "tokens_per_s": "tokens/s", "mean_rows": "rows, mean", "ttft_p50_s": "TTFT p50, s",
         "itl_p50_ms": "ITL p50, ms", "latency_p99_s": "latency p99, s"}
 print(text_table(load, LOAD))
@@ -90,11 +92,13 @@ print("no load has 90 % of the best throughput and 110 % of the best latency:",
 my_guess = {"most tokens/s": None, "shortest ITL": None, "shortest latency": None}
 
 # %%
-show_source(service.batch_limits)
+show_source(Service.serve)
 
 # %%
 clients = 48 if QUICK else 96
-limits = service.batch_limits(a100, (2, 8, 32, 128), lognormal(0.5, 2 * clients, 48, 256), clients)
+asked = lognormal(0.5, 2 * clients, 48, 256)
+limits = [{"max_batch": most, **replace(a100, max_batch=most).serve(asked, clients).row(*service.FIGURES)}
+          for most in (2, 8, 32, 128)]
 LIMITS = {"max_batch": "most rows", "mean_rows": "rows, mean", "tokens_per_s": "tokens/s", "itl_p50_ms": "ITL p50, ms",
           "itl_p99_ms": "ITL p99, ms", "queue_p50_s": "queue p50, s", "latency_p50_s": "latency p50, s"}
 print(text_table(limits, LIMITS))
@@ -132,11 +136,11 @@ print("small batches only move the waiting into the queue; latency is shorter wi
 my_guess = {"people's p99 TTFT, times": None, "jobs, times": None}
 
 # %%
-show_source(service.two_kinds, service.pools, fleet.serve)
+show_source(service.two_kinds, service.in_pools, fleet.serve)
 
 # %%
 people, jobs = (60, 40) if QUICK else (160, 120)
-pooled = service.mixed_and_pools(a100, service.two_kinds(people, 8.0, jobs))
+pooled = service.mixed_and_pools(*service.two_kinds(people, 8.0, jobs))
 POOLS = {"setup": "four GPUs as", "ttft_p50_s": "people: TTFT p50, s", "ttft_p99_s": "p99, s",
          "itl_p99_ms": "ITL p99, ms", "latency_p99_s": "latency p99, s", "jobs_done_s": "jobs done after, s",
          "tokens_per_s": "tokens/s"}
@@ -168,7 +172,7 @@ print("pools: the jobs are done later:", apart["jobs_done_s"] > mixed["jobs_done
 my_guess = None
 
 # %%
-noon = service.mixed_and_pools(a100, service.two_kinds(100 if QUICK else 300, 90.0, 12))
+noon = service.mixed_and_pools(*service.two_kinds(100 if QUICK else 300, 90.0, 12))
 print(text_table(noon, POOLS))
 
 # %%
@@ -221,7 +225,7 @@ my_guess = {"refused": None, "p99 TTFT, s": None}
 
 # %%
 rush = service.chats(80 if QUICK else 250, rate=24.0)
-doors = [{"door": name, **service.under_load(a100, rush, most, kv_memory=60 * GB)}
+doors = [{"door": name, **service.under_load(replace(a100, max_waiting=most), rush)}
          for name, most in (("all may queue", None), ("at most 8 wait", 8))]
 DOORS = {"door": "admission", "refused_share": "refused, share", "ttft_p50_s": "TTFT p50, s",
          "ttft_p99_s": "TTFT p99, s", "latency_p99_s": "latency p99, s", "tokens_per_s": "tokens/s"}
@@ -247,7 +251,7 @@ print("some were refused:", bounded["refused"] > 0, "and none without a bound:",
 my_guess = None
 
 # %%
-caching = traffic.caps_and_caching(setting)
+caching = service.caps_and_caching(setting)
 again, cached = (row for row in caching.rows if "prompts" in row["case"])
 SHARED = {"case": "case", "prompt_tokens_computed": "prompt tokens computed", "queue_p99_s": "queue p99, s",
           "ttft_p50_s": "TTFT p50, s", "ttft_p99_s": "TTFT p99, s", "itl_p99_ms": "ITL p99, ms"}
@@ -274,7 +278,7 @@ my_guess = None
 show_source(fleet.serve_disaggregated)
 
 # %%
-split = traffic.disaggregation(setting)
+split = service.disaggregation(setting)
 SPLIT = {"layout": "prompts and answers", "ttft_p50_s": "TTFT p50, s", "ttft_p99_s": "TTFT p99, s",
          "itl_p50_ms": "ITL p50, ms", "itl_p99_ms": "ITL p99, ms", "tokens_per_s": "tokens/s"}
 print(text_table(split.rows, SPLIT))
@@ -324,7 +328,7 @@ print(recorded("virtual_prediction", OFF))
 # In virtual time, on an A100; by the ledger's own rules.
 
 # %%
-print(ledger({"C9": caps, "F1": load, "F2": traffic.pools(setting).rows, "F3": caching.rows, "F7": split.rows}))
+print(ledger({"C9": caps, "F1": load, "F2": service.pools(setting).rows, "F3": caching.rows, "F7": split.rows}))
 
 # %% [markdown]
 # ## What a production engine calls this
@@ -349,7 +353,7 @@ print(ledger({"C9": caps, "F1": load, "F2": traffic.pools(setting).rows, "F3": c
 # %%
 gpus_for_people = 2
 
-tried = service.mixed_and_pools(a100, service.two_kinds(100, 90.0, 12), for_people=gpus_for_people)
+tried = service.mixed_and_pools(*service.two_kinds(100, 90.0, 12), for_people=gpus_for_people)
 better = tried[1]["ttft_p99_s"] < tried[0]["ttft_p99_s"]
 print(f"{tried[1]['setup']}: people's p99 {tried[1]['ttft_p99_s']:.2f} s, mixed {tried[0]['ttft_p99_s']:.2f} s:",
       "better" if better else "not yet better")

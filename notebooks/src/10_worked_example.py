@@ -35,7 +35,8 @@ if importlib.util.find_spec("minillm") is None:
 import os
 
 from minillm import ModelConfig, metrics
-from minillm.course.experiments import service, traffic
+from minillm.course.experiments import example
+from minillm.course.experiments.example import beside_the_articles, worked_example_rows
 from minillm.course.setting import Setting
 from minillm.course.show import plots, service_plots
 from minillm.course.show.live import progress
@@ -45,14 +46,13 @@ from minillm.course.show.tables import text_table
 from minillm.load.source import DEFAULT
 from minillm.measure.measurement import device_name
 from minillm.measure.roofline import StepShape
-from minillm.measure.simulation import beside_the_articles, worked_example_rows
+from minillm.measure.service import PRICE, Service
 from minillm.measure.virtual import CostModel
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 setting = Setting(quick=QUICK, progress=progress)
 model = setting.model
 GPU = setting.gpu
-PRICE = traffic.PRICE  # dollars an hour of an A100: what the articles' two costs imply
 print(device_name(model.device))
 
 # %% [markdown]
@@ -105,23 +105,23 @@ my_guess = None
 show_source(worked_example_rows)
 
 # %%
-example = traffic.worked_example(setting)
+virtual = example.worked_example(setting)
 EXAMPLE = {"setup": "set-up (virtual time, A100)", "clients": "clients", "mean_rows": "rows, mean",
            "tokens_per_s": "tokens/s", "times_first": "times static", "ttft_p50_s": "TTFT p50, s",
            "latency_p99_s": "latency p99, s", "cost_per_million_output_tokens": "$ a million"}
-print(text_table(example.rows, EXAMPLE))
+print(text_table(virtual.rows, EXAMPLE))
 
 # %% [markdown]
 # Beside the articles' own figures, which nobody measured here:
 
 # %%
-beside = beside_the_articles(example.rows)
+beside = beside_the_articles(virtual.rows)
 print(text_table(beside, {column: column.replace("continuous, paged, 8-bit KV", "8-bit KV") for column in beside[0]}))
 
 # %%
-static, paged, eight = example.rows
+static, paged, eight = virtual.rows
 service_plots.side_by_side(
-    example.rows, "setup", {"tokens_per_s": "tokens/s", "cost_per_million_output_tokens": "$ a million tokens",
+    virtual.rows, "setup", {"tokens_per_s": "tokens/s", "cost_per_million_output_tokens": "$ a million tokens",
                             "latency_p99_s": "latency p99, s"},
     f"Continuous and paged: {paged['times_first']:.1f} times the tokens of a static batch of 8, at "
     f"{paged['cost_per_million_output_tokens'] / static['cost_per_million_output_tokens']:.0%} of the cost",
@@ -162,7 +162,7 @@ my_guess = None
 
 # %%
 few = {"requests": 64, "scale": 0.1} if QUICK else {"requests": 192, "scale": 0.5}
-both_ways = {received: worked_example_rows(prompts_received=received, **few) for received in (True, False)}
+both_ways = {received: worked_example_rows(Service(prompts_received=received), **few) for received in (True, False)}
 WAYS = {"way": "history", "setup": "set-up", "tokens_per_s": "tokens/s", "times_first": "times static",
         "ttft_p50_s": "TTFT p50, s", "latency_p99_s": "latency p99, s"}
 ways = [{"way": "in the cache" if received else "computed", **row}
@@ -212,7 +212,7 @@ my_guess = {"pages": None, "8 bits": None}
 # %%
 sizes = {"requests": 8, "context": 48, "answer": 12, "static_batch": 2, "fit": 4} if QUICK else {
     "requests": 256, "context": 512, "answer": 128, "static_batch": 8, "fit": 64} if GPU else {}
-here = service.worked_example_here(model, DEFAULT, **sizes)
+here = example.three_setups(model, DEFAULT, **sizes)
 HERE = {"setup": "set-up (measured here)", "clients": "clients", "mean_rows": "rows, mean", "tokens_per_s": "tokens/s",
         "times_static": "times static", "ttft_p50_s": "TTFT p50, s", "latency_p99_s": "latency p99, s",
         "cost_per_million_output_tokens": "$ a million at $0.10 an hour"}
@@ -238,7 +238,7 @@ print("rows that worked, on average, grow too:", here.rows[0]["mean_rows"] < her
 # By the ledger's own rules, in virtual time. The full sizes decide; the test sizes have short contexts.
 
 # %%
-print(ledger(dict.fromkeys(("G1", "G2", "G3"), example.rows)))
+print(ledger(dict.fromkeys(("G1", "G2", "G3"), virtual.rows)))
 
 # %% [markdown]
 # ## What a production engine calls this

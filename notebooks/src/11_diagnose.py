@@ -27,55 +27,58 @@ if importlib.util.find_spec("minillm") is None:
 
 # %%
 import os
+from dataclasses import replace
 
 from IPython.display import display
 
 from minillm.course import diagnose
 from minillm.course.diagnose import CASES, CURES
-from minillm.course.experiments import traffic
+from minillm.course.experiments import service
+from minillm.course.experiments.service import COST
 from minillm.course.setting import Setting
 from minillm.course.show import service_plots
 from minillm.course.show.live import progress
 from minillm.course.show.recorded import ledger
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
+from minillm.measure.service import Service
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 REQUESTS = 30 if QUICK else 120
 FIGURES = {"set-up": "set-up", "ttft_p50_s": "TTFT p50, s", "itl_p50_ms": "ITL p50, ms", "itl_p99_ms": "p99",
            "latency_p50_s": "latency p50, s", "tokens_per_s": "tokens/s", "mean_rows": "rows",
            "refused_share": "refused", "cache_peak_share": "most of cache",
-           "cost_per_million_output_tokens": "$ a million"}
+           COST: "$ a million"}
 
 
 def examine(case, cure=None):
     """The complaint, the figures, and the operator's plots: as it is, and with a cure beside it."""
-    found = diagnose.diagnose(case, cure, REQUESTS)
-    print(found.case.complaint)
-    print(text_table(found.rows, FIGURES))
+    rows, records = diagnose.diagnose(case, [cure] if cure else [], REQUESTS)
+    print(CASES[case].complaint)
+    print(text_table(rows, FIGURES))
     if cure:
-        print(f"{found.case.figure}: {found.times_better:.3g} times better")
-    return service_plots.over_time(found.records)
+        print(f"{CASES[case].figure}: {rows[-1]['times_better']:.3g} times better")
+    return service_plots.over_time(records)
 
 
 def reveal(case):
     """What every cure does to the figure of the complaint, and to the bill."""
-    rows = diagnose.every_cure(case, REQUESTS)
-    figure = CASES[case].figure
-    print(text_table(rows, {"cure": "cure", figure: figure, "times_better": "times better", "cost": "$ a million"}))
+    rows, _ = diagnose.diagnose(case, CURES, REQUESTS)
+    rows[0]["set-up"], figure = "as it was", CASES[case].figure
+    print(text_table(rows, {"set-up": "cure", figure: figure, "times_better": "times better", COST: "$ a million"}))
     return rows
 
 
 # %% [markdown]
 # ## The medicine chest
 #
-# A cure changes one thing of the set-up. The same requests are then served again.
+# A cure changes one thing of the service. The same requests are then served again.
 
 # %%
 print(*CURES, sep="\n")
 
 # %%
-show_source(diagnose.Setup, diagnose.diagnose, diagnose.run)
+show_source(Service.serve, diagnose.diagnose)
 
 # %% [markdown]
 # ## Case 1: slow to begin
@@ -206,9 +209,9 @@ my_guess = None
 
 # %%
 setting = Setting(quick=QUICK, progress=progress)
-fleets = traffic.replicas(setting).rows
+fleets = service.replicas(setting).rows
 FLEETS = {"replicas": "GPUs", "mean_rows": "rows each", "tokens_per_s": "tokens/s", "times_one": "times one",
-          "latency_p50_s": "latency p50, s", "cost_per_million_output_tokens": "$ a million"}
+          "latency_p50_s": "latency p50, s", COST: "$ a million"}
 print(text_table(fleets, FLEETS))
 
 # %%
@@ -216,7 +219,7 @@ one, eight = fleets[0], fleets[-1]
 service_plots.side_by_side(
     [{**row, "label": f"{row['replicas']} GPUs" if row is not one else "1 GPU"} for row in fleets], "label",
     {"mean_rows": "rows in a step of each", "tokens_per_s": "tokens/s of all",
-     "cost_per_million_output_tokens": "$ a million tokens"},
+     COST: "$ a million tokens"},
     f"Eight GPUs make {eight['times_one']:.1f} times the tokens of one: each runs {eight['mean_rows']:.1f} rows, "
     f"not {one['mean_rows']:.1f}",
 )
@@ -232,7 +235,7 @@ service_plots.side_by_side(
 tables = {"slow start": slow_start, "stutter": stutter, "alone and slow": alone, "crowd": crowd,
           "turned away": turned_away, "the bill": bill}
 for name, rows in tables.items():
-    better, case = {row["cure"]: row["times_better"] for row in rows}, CASES[name]
+    better, case = {row["set-up"]: row["times_better"] for row in rows}, CASES[name]
     helps, hardly = better[case.cure] >= 1.2, better[case.tempting] < 1.2
     print(f"{name}: {case.cure} helps: {helps}; {case.tempting} hardly: {hardly}")
 
@@ -246,14 +249,14 @@ for name, rows in tables.items():
 my_guess = None
 
 # %%
-chunked = diagnose.diagnose("stutter", "chunked prefill", REQUESTS)
-before, after = chunked.rows
-print(text_table(chunked.rows, {**FIGURES, "ttft_p99_s": "TTFT p99, s"}))
+chunked, _ = diagnose.diagnose("stutter", ["chunked prefill"], REQUESTS)
+before, after = chunked
+print(text_table(chunked, {**FIGURES, "ttft_p99_s": "TTFT p99, s"}))
 
 # %%
 service_plots.side_by_side(
-    chunked.rows, "set-up", {"itl_p99_ms": "ITL p99, ms", "ttft_p50_s": "TTFT p50, s", "ttft_p99_s": "TTFT p99, s"},
-    f"Chunks: the p99 gap is {chunked.times_better:.1f} times shorter, TTFT p50 changes by "
+    chunked, "set-up", {"itl_p99_ms": "ITL p99, ms", "ttft_p50_s": "TTFT p50, s", "ttft_p99_s": "TTFT p99, s"},
+    f"Chunks: the p99 gap is {after['times_better']:.1f} times shorter, TTFT p50 changes by "
     f"{after['ttft_p50_s'] / before['ttft_p50_s'] - 1:+.0%}",
 )
 
@@ -263,7 +266,7 @@ service_plots.side_by_side(
 # By the ledger's own rules; F6 has six cases of its own.
 
 # %%
-print(ledger({"B9": fleets, "F5": traffic.achieved_batch(setting).rows, "F6": traffic.cures(setting).rows}))
+print(ledger({"B9": fleets, "F5": service.achieved_batch(setting).rows, "F6": service.cures(setting).rows}))
 
 # %% [markdown]
 # ## What a production engine calls this
@@ -281,12 +284,13 @@ print(ledger({"B9": fleets, "F5": traffic.achieved_batch(setting).rows, "F6": tr
 #
 # [Exercise 11](../exercises/11_sick_servers.ipynb) hands you runs of services that are not on this page, and asks for
 # the cause; in [exercise 10](../exercises/10_latencies.ipynb) you write the figures that give it away. Before you go
-# there, make a case of your own: take one of the set-ups, break something, and give the plots to somebody else.
+# there, make a case of your own: take one of the services, break something, and give the plots to somebody else.
 
 # %%
-broken = diagnose.CASES["crowd"].setup.with_settings(max_step_tokens=16)
-row, records = diagnose.run(broken, CASES["crowd"].load(REQUESTS))
-service_plots.over_time({"broken": records}, title="What is wrong here?")
+crowd_case = CASES["crowd"]
+broken = replace(crowd_case.service, max_step_tokens=16)
+run = broken.serve(crowd_case.load(REQUESTS), crowd_case.clients)
+service_plots.over_time({"broken": run.records}, title="What is wrong here?")
 
 # %% [markdown]
 # [How these pages are made](README.md) · before: [10 · The worked example](10_worked_example.ipynb) · next:

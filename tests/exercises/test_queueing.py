@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from minillm.course.grading.queueing import (
-    OrderedScheduler,
     Prompt,
     in_order_of_arrival,
     load,
@@ -18,8 +17,7 @@ from minillm.measure.workload import play
 
 @pytest.mark.parametrize("items", [load(5), rush(questions=20)], ids=["load", "rush"])
 def test_in_order_of_arrival_it_does_what_the_package_does(items):
-    plain, ordered = server(), server()
-    ordered.scheduler = OrderedScheduler(ordered, in_order_of_arrival)
+    plain, ordered = server(), server(in_order_of_arrival)
     for engine in (plain, ordered):
         play(engine, items)
     assert plain.records.requests == ordered.records.requests
@@ -27,8 +25,7 @@ def test_in_order_of_arrival_it_does_what_the_package_does(items):
 
 
 def test_books_balance_whatever_the_order():
-    engine = server()
-    engine.scheduler = OrderedScheduler(engine, lambda prompts, now: prompts[::-1])
+    engine = server(lambda prompts, now: prompts[::-1])
     for item in load(5):
         engine.add(item.prompt_ids, item.params, arrival=item.arrival)
     pool = engine.scheduler.memory.pool

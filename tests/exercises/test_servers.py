@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from minillm.course.grading.servers import SERVERS, TREATMENTS, complaint, run
+from minillm.course.grading.servers import SERVERS, TREATMENTS, complaint, served
 
 CURES = {"batch_cap": "more_rows", "memory": "int8_kv", "prompts": "prefix_cache", "knee": "second_server"}
 
 
 @pytest.mark.parametrize("name", SERVERS)
 def test_everybody_is_served_and_only_short_memory_sends_anybody_away(name):
-    server = SERVERS[name]
-    requests, records = run(server.settings, server.load.items(seed=3))
-    assert len(requests) == server.load.requests == len(records.requests)
+    run = served(name, 3)
+    requests, records = run.requests, run.records
+    assert len(requests) == len(SERVERS[name].load(seed=3)) == len(records.requests)
     assert all(r.finish_reason == "stop" for r in requests)
     assert (records.totals["preempted"] > 0) == (name == "memory")
 

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from statistics import mean, median
 
-from minillm.course.experiments import traffic
 from minillm.course.experiments.common import decode_seconds, serve, warm_up
 from minillm.course.experiments.limits import one_cached_step
-from minillm.course.experiments.service import percentiles, under_load
+from minillm.course.experiments.service import simulated, under_load
 from minillm.course.setting import Setting
 from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import KVStorage, kv_bytes_per_token, native_format
@@ -18,6 +17,7 @@ from minillm.ladder.request import SamplingParams
 from minillm.measure import metrics
 from minillm.measure.capacity import GB, capacity
 from minillm.measure.measurement import EXACT, Measurement, provenance, time_seconds
+from minillm.measure.service import Service
 from minillm.measure.workload import chat, lognormal, shared_prefix
 from minillm.model.config import PRESETS, ModelConfig
 
@@ -129,9 +129,9 @@ def out_of_cache(setting: Setting) -> Measurement:
     items = [replace(item, max_tokens=4096, stop_after=8 * item.output_tokens) for item in items]
     rows = []
     for memory_gb in (5, 60):
-        found = under_load(traffic.cost_model(), items, most_waiting=4, kv_memory=memory_gb * GB, max_context=16_384)
+        found = under_load(Service(kv_memory=memory_gb * GB, max_waiting=4), items)
         rows.append({"cache_gb": memory_gb, **{name: value for name, value in found.items() if name != "records"}})
-    return traffic.simulated("out_of_cache", rows, setting)
+    return simulated("out_of_cache", rows, setting)
 
 
 def output_caps(setting: Setting) -> Measurement:
@@ -142,10 +142,7 @@ def output_caps(setting: Setting) -> Measurement:
     for kv in ("slots", "paged"):
         for cap in (8_000, 400):
             asked = [replace(item, max_tokens=cap) for item in items]
-            found = traffic.served(asked, kv=kv, kv_memory=12 * GB)
-            rows.append({
-                "kv": kv, "cap_tokens": cap, "tokens_per_s": found["output_tokens_per_s"],
-                "mean_rows": found["batch"]["mean_rows"], "wasted_share": found["kv"]["peak_wasted_share"],
-                **percentiles(found),
-            })
-    return traffic.simulated("output_caps", rows, setting)
+            served = Service(kv=kv, kv_memory=12 * GB).serve(asked)
+            rows.append({"kv": kv, "cap_tokens": cap,
+                         **served.row("tokens_per_s", "mean_rows", "wasted_share", *metrics.LATENCIES)})
+    return simulated("output_caps", rows, setting)

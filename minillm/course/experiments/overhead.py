@@ -9,7 +9,7 @@ from minillm.course.experiments.common import NoForward
 from minillm.ladder.engine import Engine
 from minillm.ladder.request import SamplingParams
 from minillm.measure.measurement import Measurement, Spread, provenance
-from minillm.measure.simulation import Service, simulate
+from minillm.measure.service import Service, simulate
 from minillm.model.config import ModelConfig
 
 PRESET = "smollm2-135m"

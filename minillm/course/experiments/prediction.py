@@ -25,8 +25,9 @@ from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import native_format
 from minillm.ladder.records import Records
 from minillm.measure import metrics
+from minillm.measure.fitting import fit
 from minillm.measure.measurement import Measurement, Spread
-from minillm.measure.virtual import CostModel, fit, virtual_engine
+from minillm.measure.virtual import CostModel, virtual_engine
 from minillm.measure.workload import WorkItem, chat, lognormal, play, play_by_step
 from minillm.model.llama import Llama
 

@@ -1,8 +1,12 @@
-"""The experiments of notebooks 07 to 10: what a service does under load."""
+"""Ledger parts B9 and F: what a service does under load. Notebooks 07 to 09, and 11.
+
+Services run in virtual time, by default Llama-3-8B on A100s: their times are predictions from a data
+sheet, and are recorded as such.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 
@@ -10,49 +14,49 @@ import numpy as np
 
 from minillm.course.experiments import common
 from minillm.course.experiments.limits import gauges
-from minillm.ladder.engine import Engine
-from minillm.ladder.quantized import kv_bytes_per_token, native_format
-from minillm.ladder.records import Records
-from minillm.measure import metrics
-from minillm.measure.fleet import Router, least_loaded, run_until, serve
-from minillm.measure.measurement import Measurement, Spread
+from minillm.course.setting import Setting
+from minillm.ladder.records import Records, RequestRecord
+from minillm.measure import fleet, metrics
+from minillm.measure.capacity import GB
+from minillm.measure.measurement import VIRTUAL, Measurement, provenance
 from minillm.measure.roofline import Ceilings
-from minillm.measure.virtual import CostModel, virtual_engine
-from minillm.measure.workload import WorkItem, chat, play, random_ids, worked_example
+from minillm.measure.service import Service
+from minillm.measure.workload import WorkItem, chat, lognormal, random_ids, shared_prefix, worked_example
 from minillm.model.config import ModelConfig
 
-# -- 07: load, and who is in the system -----------------------------------------------------------
+COST = "cost_per_million_output_tokens"
+FIGURES = ("tokens_per_s", "mean_rows", *metrics.LATENCIES)
+
+
+def simulated(name: str, rows: list[dict], setting: Setting) -> Measurement:
+    """Rows of a simulation, which depend on the seed and on no machine."""
+    model = f"{Service.model} on {Service.device}"
+    return Measurement(name, provenance(model, "bf16", VIRTUAL, setting.seed, None), rows)
+
+
+# -- 07: load, and which requests are present -----------------------------------------------------
 
 
 def at_rate(items: Sequence[WorkItem], per_s: float) -> list[WorkItem]:
-    """The same requests in the same order, their arrivals stretched to so many a second on average."""
+    """The same requests in the same order, their arrivals stretched to this mean number a second."""
     now = (len(items) - 1) / (max(item.arrival for item in items) - min(item.arrival for item in items))
     return [replace(item, arrival=item.arrival * now / per_s) for item in items]
 
 
-def open_and_closed(
-    model, items: Sequence[WorkItem], clients: int, loads: Sequence[float], **settings
-) -> dict[str, Records]:
-    """The same requests of so many clients in a closed loop, then in an open one at shares of the rate that gave.
+Serve = Callable[[Sequence[WorkItem], int | None], Records]  # items, and the clients of a closed loop or None
 
-    A step takes as many rows as there are clients, so that the closed loop keeps it full.
-    """
-    longest = max(len(item.prompt_ids) + item.max_tokens for item in items)
-    settings = {"max_context": longest, "prefix_cache": False, "max_batch": clients, **settings}
-    common.warm_up(model)
-    closed = Engine(model, **settings)
-    play(closed, items, clients)
-    runs = {f"closed, {clients} clients": closed.records}
-    rate = len(items) / (closed.records.ended - closed.records.began)
-    for load in loads:
-        engine = Engine(model, **settings)
-        play(engine, at_rate(items, load * rate))
-        runs[f"open, {load * rate:.2g} a second"] = engine.records
-    return runs
+
+def open_and_closed(
+    serve: Serve, items: Sequence[WorkItem], clients: int, loads: Sequence[float]
+) -> dict[str, Records]:
+    """The same requests in a closed loop of `clients`, then in open loops at shares of the rate that it reached."""
+    closed = serve(items, clients)
+    runs, rate = {f"closed, {clients} clients": closed}, len(items) / (closed.ended - closed.began)
+    return runs | {f"open, {load * rate:.2g} a second": serve(at_rate(items, load * rate), None) for load in loads}
 
 
 def number_present(lives: Sequence[tuple[float, float]]) -> list[tuple[float, int]]:
-    """(moment, how many are present from then on), from when each came and went; at equal moments, after both."""
+    """(moment, number present from then on), from the moments at which each came and went; equal moments are one."""
     changes = sorted([(came, 1) for came, _ in lives] + [(went, -1) for _, went in lives])
     steps, present = [], 0
     for moment, same in groupby(changes, key=lambda change: change[0]):
@@ -62,10 +66,10 @@ def number_present(lives: Sequence[tuple[float, float]]) -> list[tuple[float, in
 
 
 def littles_law(lives: Sequence[tuple[float, float]]) -> dict:
-    """L = lambda W over a time that saw everybody come and go (Little, 1961).
+    """L = lambda W over a time in which every request came and went (Little, 1961).
 
-    mean_present is integrated over time and knows nothing of who is who; rate and mean_stay_s
-    are taken from the requests and know nothing of who met whom.
+    mean_present is integrated over time and does not use which request is which; rate and
+    mean_stay_s are taken from the requests and do not use which of them met.
     """
     steps = number_present(lives)
     span = steps[-1][0] - steps[0][0]
@@ -77,7 +81,7 @@ def littles_law(lives: Sequence[tuple[float, float]]) -> dict:
 
 
 def lives(records: Records, where: str = "system") -> list[tuple[float, float]]:
-    """When each finished request came and went: into the system, the "queue" before it, or "service" behind that."""
+    """When each finished request came and went: into the "system", the "queue", or the "service" after the queue."""
     known = {"system": ("arrival", "finish"), "queue": ("arrival", "first_scheduled"),
              "service": ("first_scheduled", "finish")}
     if where not in known:
@@ -86,9 +90,7 @@ def lives(records: Records, where: str = "system") -> list[tuple[float, float]]:
     return [(getattr(record, came), getattr(record, went)) for record in records.requests]
 
 
-def one_long_prompt(
-    cost: CostModel, requests: int = 200, clients: int = 8, long_prompt: int = 60_000
-) -> dict[str, Records]:
+def one_long_prompt(requests: int = 200, clients: int = 8, long_prompt: int = 60_000) -> dict[str, Records]:
     """Chats, and in their middle one prompt as long as a book, computed whole; closed loop, then open at its rate.
 
     The records are those of all requests; the book is the one with the longest prompt.
@@ -96,14 +98,23 @@ def one_long_prompt(
     items = chats(requests, 1.0)
     middle = items[len(items) // 2]
     items.insert(len(items) // 2, replace(middle, prompt_ids=[0] * long_prompt))
-    settings = {"chunked_prefill": False, "prefix_cache": False, "max_step_tokens": long_prompt,
-                "max_context": 2 * long_prompt, "max_batch": 64, "kv_memory": 60 * 10**9}
-    closed = virtual_engine(cost, **settings)
-    play(closed, items, clients)
-    rate = len(items) / (closed.records.ended - closed.records.began)
-    opened = virtual_engine(cost, **settings)
-    play(opened, at_rate(items, rate))
-    return {f"closed, {clients} clients": closed.records, f"open, {rate:.2g} a second": opened.records}
+    service = Service(chunked_prefill=False, max_step_tokens=long_prompt, max_batch=64, kv_memory=60 * GB)
+    return open_and_closed(lambda *load: service.serve(*load).records, items, clients, [1.0])
+
+
+def watch(setting: Setting) -> Measurement:
+    """F4: all that is worth watching, from the records of one busy run."""
+    service = Service(kv_memory=12 * GB, max_batch=64)
+    served = service.serve(chat(setting.size(40, 300), rate=8.0, seed=setting.seed))
+    found = metrics.flat(served.summary)
+    values = {
+        **{name: found[name] for name in ("ttft_p50_s", "ttft_p99_s", "itl_p50_ms", "itl_p99_ms", "tokens_per_s")},
+        "achieved_batch_mean_rows": found["mean_rows"],
+        "achieved_batch_steps_kept": len(metrics.series(served.records, "useful_rows")),
+        "kv_occupancy_peak_share": found["cache_peak_share"], "queue_depth_peak": found["peak_waiting"],
+        "queue_wait_p99_s": found["queue_p99_s"], "preemptions": found["preemptions"],
+    }
+    return simulated("watch", [{"metric": name, "value": value} for name, value in values.items()], setting)
 
 
 # -- 08: capacity ---------------------------------------------------------------------------------
@@ -112,7 +123,7 @@ def one_long_prompt(
 def fill(config: ModelConfig, kv_format: str, kv_memory: int, kv: str, context: int = 4096, answer: int = 8) -> Records:
     """More chats of one full context than fit, all at once; the real scheduler and pool, without a forward.
 
-    The peak of `rows` says how many ran at once.
+    The peak of `rows` is the number that ran concurrently.
     """
     items = worked_example(256, context, answer)
     settings = {"max_batch": len(items), "max_step_tokens": len(items) * context, "max_context": context}
@@ -125,162 +136,184 @@ def chats(requests: int, rate: float, context: int = 8192, seed: int = 0, **sett
     return [item for item in items if len(item.prompt_ids) + item.max_tokens <= context]
 
 
-def under_load(cost: CostModel, items: Sequence[WorkItem], most_waiting: int | None = None, **settings) -> dict:
-    """One engine in virtual time, in an open loop: its records, and the gauges that an operator watches.
-
-    most_waiting: a request that finds so many before it in the queue is refused.
-    """
-    engine = virtual_engine(cost, **{"prefix_cache": False, "max_batch": 256, "max_step_tokens": 2048, **settings})
-    refused = serve_bounded([engine], items, most_waiting)
-    records = engine.records
+def under_load(service: Service, items: Sequence[WorkItem]) -> dict:
+    """A service of one device in the open loop: its records, and the gauges that an operator watches."""
+    served, cost = service.serve(items), service.cost
     limits = Ceilings(cost.bytes_per_s, cost.flops_per_s)
-    found = metrics.summary(records)
     return {
-        **gauges(records, cost.config, cost.kv_format, cost.weight_bytes, limits),
-        "cache_peak_share": found["kv"]["peak_share"], "refused": len(refused),
-        "refused_share": len(refused) / len(items), "mean_waiting": found["queue_depth"]["mean"],
-        "preemptions": found["preemptions"], **percentiles(found), "records": records,
+        **gauges(served.records, cost.config, cost.kv_format, cost.weight_bytes, limits),
+        **served.row("cache_peak_share", "refused", "refused_share", "mean_waiting", "preemptions"),
+        **served.row(*metrics.LATENCIES), "records": served.records,
     }
-
-
-def serve_bounded(engines: Sequence[Engine], items: Sequence[WorkItem], most_waiting: int | None = None) -> list[int]:
-    """The open loop with bounded queues, each request to the least loaded engine; the numbers of the items refused.
-
-    most_waiting: of a queue that refuses the next; None for no bound. The engines' records have the rest.
-    """
-    refused = []
-    for index in sorted(range(len(items)), key=lambda i: items[i].arrival):
-        item = items[index]
-        for engine in engines:
-            run_until(engine, item.arrival)
-        engine = least_loaded(engines, item)
-        if most_waiting is not None and engine.stats().waiting >= most_waiting:
-            refused.append(index)
-        else:
-            engine.add(item.prompt_ids, item.params, request_id=index, arrival=item.arrival)
-    for engine in engines:
-        run_until(engine, float("inf"))
-    return refused
-
-
-def percentiles(found: dict) -> dict:
-    """The latencies of a `metrics.summary`, or of `metrics.latencies`, as columns of a row."""
-    return {
-        "queue_p50_s": found["queue_s"]["p50"], "queue_p99_s": found["queue_s"]["p99"],
-        "ttft_p50_s": found["ttft_s"]["p50"], "ttft_p99_s": found["ttft_s"]["p99"],
-        "itl_p50_ms": in_ms(found["itl_per_step_s"]["p50"]), "itl_p99_ms": in_ms(found["itl_per_step_s"]["p99"]),
-        "latency_p50_s": found["latency_s"]["p50"], "latency_p99_s": found["latency_s"]["p99"],
-    }
-
-
-def in_ms(seconds: float | None) -> float | None:
-    """Milliseconds, or None of nothing."""
-    return None if seconds is None else seconds * 1e3
 
 
 # -- 09: latency or throughput --------------------------------------------------------------------
 
 
-def batch_limits(
-    cost: CostModel, limits: Sequence[int], items: Sequence[WorkItem], clients: int, kv_memory: int = 60 * 10**9
-) -> list[dict]:
-    """The same clients, in a closed loop, at servers that differ in the most rows of a step."""
+def load_sweep(setting: Setting) -> Measurement:
+    """F1: a closed loop of 1 to 256 clients: total tokens against what each of them sees."""
     rows = []
-    for most in limits:
-        engine = virtual_engine(cost, max_batch=most, max_step_tokens=2048, prefix_cache=False, kv_memory=kv_memory)
-        play(engine, items, clients)
-        found = metrics.summary(engine.records)
-        rows.append({"max_batch": most, "tokens_per_s": found["output_tokens_per_s"],
-                     "mean_rows": found["batch"]["mean_rows"], **percentiles(found)})
-    return rows
+    for clients in setting.each("load_sweep", setting.size((1, 8, 64), (1, 4, 16, 64, 256))):
+        items = chat(setting.size(4 + clients // 2, 16 + 2 * clients), scale=setting.size(0.3, 1.0), seed=setting.seed)
+        rows.append({"clients": clients, **Service().serve(items, clients).row(*FIGURES)})
+    return simulated("load_sweep", rows, setting)
 
 
 def two_kinds(
     interactive: int, per_s: float, jobs: int, prompt: int = 512, answer: int = 96, job_prompt: int = 3072,
     job_answer: int = 384, seed: int = 0,
-) -> list[WorkItem]:
-    """People who arrive at random and wait for short answers, and long jobs of a batch, all there at the start."""
+) -> tuple[list[WorkItem], list[WorkItem]]:
+    """Interactive requests, which arrive at random and have short answers, and long jobs, all there at the start."""
     draw = np.random.default_rng(seed)
     arrivals = draw.exponential(1 / per_s, interactive).cumsum()
     people = [WorkItem(float(arrival), random_ids(draw, prompt, 1.0), answer) for arrival in arrivals]
-    return people + [WorkItem(0.0, random_ids(draw, job_prompt, 1.0), job_answer) for _ in range(jobs)]
+    return people, [WorkItem(0.0, random_ids(draw, job_prompt, 1.0), job_answer) for _ in range(jobs)]
 
 
-def is_job(item: WorkItem) -> bool:
-    """Whether an item of `two_kinds` is a job of the batch."""
-    return item.arrival == 0.0
+def in_pools(
+    layouts: Mapping[str, Sequence[Sequence[Service]]], people: Sequence[WorkItem], jobs: Sequence[WorkItem]
+) -> Iterator[tuple[str, list[RequestRecord], list[RequestRecord], Records]]:
+    """For each layout of GPUs: its name, the records of people's requests and of jobs, and the hardware's.
 
-
-def pools(for_people: int) -> Router:
-    """People go to the first so many engines, jobs to the others; within a pool to the least loaded."""
-    def route(engines: Sequence[Engine], item: WorkItem) -> Engine:
-        return least_loaded(engines[for_people:] if is_job(item) else engines[:for_people], item)
-
-    return route
-
-
-def mixed_and_pools(cost: CostModel, items: Sequence[WorkItem], gpus: int = 4, for_people: int = 2) -> list[dict]:
-    """The same GPUs as one mixed pool, and as two: people with small chunks and batches, jobs with large ones."""
-    common = {"prefix_cache": False, "kv_memory": 60 * 10**9}
-    small, large = {"max_batch": 32, "max_step_tokens": 512}, {"max_batch": 128, "max_step_tokens": 2048}
-    setups = {
-        "one mixed pool": ([large] * gpus, least_loaded),
-        f"pools of {for_people} and {gpus - for_people}": (
-            [small] * for_people + [large] * (gpus - for_people), pools(for_people)),
-    }
-    rows = []
-    for name, (settings, route) in setups.items():
-        engines = [virtual_engine(cost, **common, **each) for each in settings]
-        records = serve(engines, items, route)
-        whole = metrics.merge([engine.records for engine in engines])
-        people = [record for record, item in zip(records, items, strict=True) if not is_job(item)]
-        ends = [record.finish for record, item in zip(records, items, strict=True) if is_job(item)]
-        rows.append({
-            "setup": name, **percentiles(metrics.latencies(people)), "jobs_done_s": max(ends, default=None),
-            "tokens_per_s": whole.totals["output_tokens"] / (whole.ended - whole.began),
-        })
-    return rows
-
-
-# -- 10: the worked example, here -----------------------------------------------------------------
-
-
-def worked_example_here(
-    model, name: str, requests: int = 32, context: int = 96, answer: int = 32, static_batch: int = 4, fit: int = 8,
-    price_per_hour: float = 0.1, kv_memory: int | None = None,
-) -> Measurement:
-    """The articles' three setups at this machine's scale, in one byte budget that holds so many full contexts.
-
-    kv_memory: that budget in bytes, in place of `fit`.
-    A closed loop of as many clients as fit (twice the batch for the static one, whose queue
-    is part of it); every prompt is computed.
+    A layout is one pool of GPUs, which takes all requests, or two: for people, and for jobs.
+    Within a pool a request goes to the least loaded GPU.
     """
-    common.warm_up(model)
-    native = native_format(model.dtype)
-    memory = kv_memory or fit * context * kv_bytes_per_token(model.config, native)
-    fit = blocks_fit(model.config, memory, context, native)
+    for layout, pools in layouts.items():
+        engines = [[service.engine() for service in pool] for pool in pools]
+        if len(engines) == 1:
+            ended = fleet.serve(engines[0], [*people, *jobs])
+            parts = ended[: len(people)], ended[len(people) :]
+        else:
+            parts = fleet.serve(engines[0], people), fleet.serve(engines[1], jobs)
+        yield layout, *parts, metrics.merge([engine.records for pool in engines for engine in pool])
+
+
+def mixed_and_pools(
+    people: Sequence[WorkItem], jobs: Sequence[WorkItem], gpus: int = 4, for_people: int = 2
+) -> list[dict]:
+    """The same GPUs as one mixed pool, and as two: people with small chunks and batches, jobs with large ones."""
+    small = Service(max_batch=32, max_step_tokens=512, kv_memory=60 * GB)
+    large = Service(max_batch=128, kv_memory=60 * GB)
+    for_jobs = gpus - for_people
+    layouts = {"one mixed pool": [[large] * gpus],
+               f"pools of {for_people} and {for_jobs}": [[small] * for_people, [large] * for_jobs]}
+    return [
+        {"setup": layout, **metrics.flat(metrics.latencies(answered)),
+         "jobs_done_s": max((record.finish for record in done), default=None),
+         **metrics.flat(metrics.summary(records), "tokens_per_s")}
+        for layout, answered, done, records in in_pools(layouts, people, jobs)
+    ]
+
+
+def pools(setting: Setting) -> Measurement:
+    """F2: chats and offline work on two GPUs: all on both, and a pool for each."""
+    talk = chat(setting.size(40, 200), rate=3.0, scale=0.3, seed=setting.seed)
+    heap = [replace(item, arrival=0.0) for item in chat(setting.size(60, 400), seed=setting.seed + 1)]
+    layouts = {"mixed": [[Service()] * 2],
+               "separate pools": [[Service(max_batch=32, max_step_tokens=512)], [Service()]]}
     rows = []
-    for setup, kv_format, clients, settings in (
-        (f"static batch of {static_batch}", native, 2 * static_batch,
-         {"batching": "static", "kv": "slots", "max_batch": static_batch}),
-        ("continuous, paged", native, fit, {}),
-        ("continuous, paged, 8-bit KV", "int8", min(requests, blocks_fit(model.config, memory, context, "int8")), {}),
+    for layout, answered, done, _ in in_pools(layouts, talk, heap):
+        found = metrics.flat(metrics.latencies(answered), "ttft_p50_s", "ttft_p99_s", "itl_p99_ms")
+        speed = sum(record.output_tokens for record in done) / max(record.finish for record in done)
+        rows.append({"layout": layout, **{f"chat_{name}": value for name, value in found.items()},
+                     "heap_tokens_per_s": speed})
+    return simulated("pools", rows, setting)
+
+
+def caps_and_caching(setting: Setting) -> Measurement:
+    """F3: answers as they come and capped; and a common prompt computed for each request, and once."""
+    requests = setting.size(40, 300)
+    free = chat(requests, rate=6.0, seed=setting.seed)
+    common = shared_prefix(requests, 4096, rate=6.0, seed=setting.seed)
+    cases = {
+        "answers as they come": (Service(), free), "answers capped at 200": (Service(answer_cap=200), free),
+        "prompts computed": (Service(), common), "prompts cached": (Service(prefix_cache=True), common),
+    }
+    rows = [{"case": case, **service.serve(items).row("prompt_tokens_computed", *FIGURES)}
+            for case, (service, items) in cases.items()]
+    return simulated("caps_and_caching", rows, setting)
+
+
+def disaggregation(setting: Setting) -> Measurement:
+    """F7: two GPUs that do both, and one for prompts beside one for answers, the cache sent at 50 GB/s."""
+    items, rows = chat(setting.size(50, 300), rate=7.0, seed=setting.seed), []
+    both = Service(max_step_tokens=16_384, replicas=2)
+    for layout, service in (("both on both", both), ("apart", replace(both, replicas=1, prefill_replicas=1))):
+        served = service.serve(items)  # both layouts are timed from 0, whenever their first request arrives
+        rows.append({"layout": layout, **served.row("ttft_p50_s", "ttft_p99_s", "itl_p50_ms", "itl_p99_ms"),
+                     "tokens_per_s": served.summary["output_tokens"] / served.records.ended})
+    return simulated("disaggregation", rows, setting)
+
+
+# -- 11: symptoms and cures -----------------------------------------------------------------------
+
+
+def replicas(setting: Setting) -> Measurement:
+    """B9: the same traffic on 1 to 8 GPUs behind a router: the batch on each, and the throughput of all."""
+    items, rows = chat(setting.size(80, 400), rate=24, scale=setting.size(0.5, 1.0), seed=setting.seed), []
+    for number in setting.each("replicas", (1, 2, 4, 8)):
+        found = Service(replicas=number).serve(items).row(*FIGURES, COST)
+        times = found["tokens_per_s"] / rows[0]["tokens_per_s"] if rows else 1.0
+        rows.append({"replicas": number, "times_one": times, **found})
+    return simulated("replicas", rows, setting)
+
+
+def achieved_batch(setting: Setting) -> Measurement:
+    """F5: one GPU, load and model: a batch that stays at 3, since a slot reserves 16k tokens, and one that fills."""
+    items = lognormal(1.0, setting.size(60, 400), 200, 512, seed=setting.seed)
+    items = [replace(item, max_tokens=16_384 - len(item.prompt_ids)) for item in items]
+    rows = []
+    for setup, kv in (("slots for the longest answer", "slots"), ("blocks as tokens appear", "paged")):
+        served = Service(kv=kv, kv_memory=7 * GB).serve(items, clients=len(items))  # three slots of 16k tokens
+        rows.append({"setup": setup, "busy_share": served.summary["busy_s"] / served.summary["span_s"],
+                     **served.row(*FIGURES, COST)})
+    return simulated("achieved_batch", rows, setting)
+
+
+CURES: dict[str, Callable[[Service], Service]] = {
+    "cache prompts": lambda service: replace(service, prefix_cache=True),
+    "chunked prefill": lambda service: replace(service, chunked_prefill=True, max_step_tokens=256),
+    "8-bit weights": lambda service: replace(service, weights=0.5),
+    "8-bit keys and values": lambda service: replace(service, kv_format="int8"),
+    "speculation": lambda service: replace(service, acceptance=0.7),
+    "a larger batch": lambda service: replace(service, max_batch=256),
+    "pages for slots": lambda service: replace(service, kv="paged"),
+    "cap answers at 200": lambda service: replace(service, answer_cap=200),
+    "another GPU": lambda service: replace(service, replicas=service.replicas + 1),
+    "half of the GPUs": lambda service: replace(service, replicas=max(1, service.replicas // 2)),
+}
+
+
+def times_better(figure: str, before: dict, after: dict) -> float:
+    """How many times better a column became: more tokens per second, or less of anything else."""
+    old, new = (row[figure] for row in ((after, before) if figure == "tokens_per_s" else (before, after)))
+    if old == new:  # perhaps both are 0
+        return 1.0
+    return old / new if new else float("inf")
+
+
+def cures(setting: Setting) -> Measurement:
+    """F6: a row for each symptom: the figure to watch, before the cure and after it, on the same load."""
+    requests, usual = setting.size(60, 400), Service()
+    common = shared_prefix(requests // 2, 4096, 6.0, seed=setting.seed), None
+    alone = chat(setting.size(3, 16), scale=0.5, seed=setting.seed), 1
+    crowd = lognormal(0.5, requests, 100, 256, seed=setting.seed), requests
+    rows = []
+    for symptom, title, figure, load, service, names in (
+        ("TTFT too high", "cache the common prompt", "ttft_p50_s", common, usual, ["cache prompts"]),
+        ("one user too slow", "weights of 8 bits", "itl_p50_ms", alone, usual, ["8-bit weights"]),
+        ("one user too slow", "speculation, 7 of 10 drafts right", "latency_p50_s", alone, usual, ["speculation"]),
+        ("throughput too low", "a batch of 256 in place of 8", "tokens_per_s", crowd, Service(max_batch=8),
+         ["a larger batch"]),
+        ("requests wait for memory", "8-bit keys and values", "queue_p99_s", crowd, Service(kv_memory=GB),  # ~20 rows
+         ["8-bit keys and values"]),
+        ("too expensive", "fill the batch of one GPU", COST, crowd, Service(max_batch=8, replicas=2),
+         ["half of the GPUs", "a larger batch"]),
     ):
-        engine = Engine(model, **{"kv_format": kv_format, "kv_memory": memory, "max_context": context,
-                                  "prefix_cache": False, "max_batch": clients, **settings})
-        play(engine, worked_example(requests, context, answer), clients)
-        found = metrics.summary(engine.records, price_per_hour=price_per_hour)
-        rows.append({
-            "setup": setup, "clients": clients, "mean_rows": found["batch"]["mean_rows"],
-            "tokens_per_s": found["output_tokens_per_s"],
-            "times_static": found["output_tokens_per_s"] / rows[0]["tokens_per_s"] if rows else 1.0,
-            **percentiles(found), "cost_per_million_output_tokens": found["cost_per_million_output_tokens"],
-        })
-    speeds = Spread.of([row["tokens_per_s"] for row in rows], warmups=1)
-    return common.measured("worked_example_here", model, name, rows, speeds)
-
-
-def blocks_fit(config: ModelConfig, memory: int, context: int, kv_format: str, block_size: int = 16) -> int:
-    """Requests of a full context whose blocks fit into these bytes."""
-    blocks = memory // (block_size * kv_bytes_per_token(config, kv_format))
-    return blocks // -(-context // block_size)
+        cured = service
+        for name in names:
+            cured = CURES[name](cured)
+        before, after = (each.serve(*load).row(figure) for each in (service, cured))
+        rows.append({"symptom": symptom, "cure": title, "figure": figure, "before": before[figure],
+                     "after": after[figure], "times_better": times_better(figure, before, after)})
+    return simulated("cures", rows, setting)

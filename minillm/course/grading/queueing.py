@@ -16,9 +16,9 @@ from minillm.ladder.continuous import Scheduler, StepPlan
 from minillm.ladder.engine import Engine
 from minillm.ladder.request import Request
 from minillm.measure import metrics
-from minillm.measure.virtual import CostModel, virtual_engine
+from minillm.measure.capacity import GB
+from minillm.measure.service import Service
 from minillm.measure.workload import WorkItem, play
-from minillm.model.config import ModelConfig
 
 STEP_TOKENS = 512  # the budget of a step: first one token for each row that decodes, the rest for prompts
 
@@ -82,11 +82,12 @@ def in_order_of_arrival(prompts: list[Prompt], now: float) -> list[Prompt]:
     return sorted(prompts, key=lambda prompt: prompt.number)
 
 
-def server() -> Engine:
-    """Llama-3-8B on an A100 in virtual time, with memory for everybody."""
-    cost = CostModel.of_device("a100-80gb", ModelConfig.preset("llama-3-8b"))
-    return virtual_engine(cost, kv_memory=50 * 10**9, max_batch=128, max_step_tokens=STEP_TOKENS,
-                          max_context=32_768, prefix_cache=False)
+def server(order: Order | None = None) -> Engine:
+    """Llama-3-8B on an A100 in virtual time, with memory for every request; None: the package's own scheduler."""
+    engine = Service(kv_memory=50 * GB, max_batch=128, max_step_tokens=STEP_TOKENS).engine(max_context=32_768)
+    if order:
+        engine.scheduler = OrderedScheduler(engine, order)
+    return engine
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,7 @@ class Score:
 
 def serve(order: Order, items: Sequence[WorkItem]) -> Score:
     """Serve the load with prompts in this order."""
-    engine = server()
-    engine.scheduler = OrderedScheduler(engine, order)
+    engine = server(order)
     play(engine, items)
     found = metrics.summary(engine.records)
     ttft = found["ttft_s"]

@@ -73,7 +73,7 @@ NAMES = (
     Name("load test, open and closed", "minillm.measure.workload.play", 7, "`vllm bench serve`", "`bench_serving`"),
     Name("requests that fit", "minillm.measure.capacity.capacity", 8, "\"Maximum concurrency\" in the log",
          "`max_total_num_tokens` in the log"),
-    Name("bounded queue", "minillm.course.experiments.service.serve_bounded", 9, "a proxy in front",
+    Name("bounded queue", "minillm.measure.fleet.serve", 9, "a proxy in front",
          "`--max-queued-requests`"),
     Name("prefill apart from decoding", "minillm.measure.fleet.serve_disaggregated", 9, "`--kv-transfer-config`",
          "`--disaggregation-mode`"),

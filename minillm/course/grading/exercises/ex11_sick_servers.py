@@ -93,7 +93,8 @@ def cures(answer, cause: str) -> None:
     treatment = answer(cause)
     expect(treatment in TREATMENTS, f"the treatment for {cause!r}: is its name on the list?")
     before, after = complaint(cause, SEEDS[0]), complaint(cause, SEEDS[0], treatment)
-    asked = f"the treatment for {cause!r}: the complaint was {before:.3f} s, and is {after:.3f} s now"
+    figure = SERVERS[cause].complaint
+    asked = f"the treatment for {cause!r}: {figure} was {before:.3f}, and is {after:.3f} now"
     expect(after <= CURED * before, asked)
 
 
