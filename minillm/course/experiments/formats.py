@@ -3,13 +3,13 @@
 Keys are hard to quantise because a few channels are far larger than the rest. One norm over the whole tensor hides
 what that does, so `key_errors` takes four figures: the error of a channel against that channel's own size, the error
 of the scores before the softmax, how far the attention weights move (total variation: half the sum of the
-differences, 0 to 1), and the one norm for comparison.
+differences, 0 to 1), and that norm for comparison.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
@@ -31,6 +31,7 @@ from minillm.ladder.quantized import (
     kv_bytes_per_token,
     native_format,
 )
+from minillm.ladder.records import Records
 from minillm.load.source import DEFAULT
 from minillm.measure import metrics
 from minillm.measure.measurement import Measurement, Spread
@@ -176,11 +177,11 @@ def scheme_rows(
     model, tokenizer, task: QualityTask, calibration: tuple[Tensor, Tensor], schemes: Iterable[Scheme]
 ) -> Iterator[dict]:
     """The rows of `kv_quality`, each against the first; calibration: what `key_transforms` takes."""
-    transforms, reference = key_transforms(*calibration), None
+    transforms, losses_only, reference = key_transforms(*calibration), replace(task, codes={}, prompts=[]), None
     for scheme in schemes:
         transform, stored = transforms[scheme.keys], kv_bytes_per_token(model.config, scheme.kv_format)
         got = run_task(
-            model, tokenizer, task if scheme.main else task.losses_only(), partial(scheme.storage, model, transform),
+            model, tokenizer, task if scheme.main else losses_only, partial(scheme.storage, model, transform),
             kv_format=scheme.kv_format, key_transform=transform,
         )
         reference = reference or got
@@ -192,7 +193,7 @@ def scheme_rows(
 
 
 def kv_concurrency(setting: Setting) -> Measurement:
-    """The `chat` lengths, all at once, in the same bytes for keys and values: requests at once, and speed."""
+    """The `chat` lengths, arriving together, in the same bytes for keys and values: concurrent requests and speed."""
     model = setting.timed_model
     requests, scale, fit = setting.size((16, 1 / 32, 2), (48, 1 / 8, 4), (512, 1.0, 32))
     items = chat(requests, scale=scale, seed=setting.seed)
@@ -205,21 +206,26 @@ def kv_concurrency(setting: Setting) -> Measurement:
     rows = []
     for kv_format in setting.each("KV formats", ("fp32", "bf16", "int8", "int4")):
         records = serve(model, items, kv_format=kv_format, kv_memory=memory, max_batch=setting.size(32, 64, 512))
-        summary, stored = metrics.summary(records), kv_bytes_per_token(model.config, kv_format)
-        rows.append({
-            "kv_format": kv_format, "kv_mb": memory / 1e6, "tokens_that_fit": memory // (16 * stored) * 16,
-            "mean_requests": sum(len(step.members) for step in records.steps) / len(records.steps),
-            "peak_requests": summary["batch"]["peak_rows"], "steps": summary["steps"],
-            "preemptions": summary["preemptions"], "tokens_per_s": summary["output_tokens"] / summary["busy_s"],
-            "ttft_p50_s": summary["ttft_s"]["p50"], "itl_p50_ms": summary["itl_per_token_s"]["p50"] * 1e3,
-            "itl_p99_ms": summary["itl_per_token_s"]["p99"] * 1e3,
-        })
+        fitting = memory // (16 * kv_bytes_per_token(model.config, kv_format)) * 16
+        rows.append({"kv_format": kv_format, "kv_mb": memory / 1e6, "tokens_that_fit": fitting,
+                     **concurrency_columns(records)})
     plain = next((row for row in rows if row["kv_format"] == PLAIN_FORMAT), rows[0])
     for row in rows:
         row["times_16_bit_requests"] = row["mean_requests"] / plain["mean_requests"]
         row["times_16_bit_speed"] = row["tokens_per_s"] / plain["tokens_per_s"]
     speeds = Spread.of([row["tokens_per_s"] for row in rows], warmups=1)
     return measured("kv_concurrency", model, setting.timed_name, rows, speeds, setting.seed)
+
+
+def concurrency_columns(records: Records) -> dict:
+    """Concurrent requests, as means over the steps, and times of this device."""
+    summary = metrics.summary(records)
+    return {
+        "mean_requests": summary["batch"]["mean_rows"], "peak_requests": summary["batch"]["peak_rows"],
+        "steps": summary["steps"], "preemptions": summary["preemptions"],
+        "tokens_per_s": summary["output_tokens"] / summary["busy_s"], "ttft_p50_s": summary["ttft_s"]["p50"],
+        "itl_p50_ms": summary["itl_per_token_s"]["p50"] * 1e3, "itl_p99_ms": summary["itl_per_token_s"]["p99"] * 1e3,
+    }
 
 
 # -- weights in fewer bits ------------------------------------------------------------------------

@@ -91,7 +91,7 @@ class TurnRun:
 
 
 def in_turns(runs: Sequence[TurnRun], watch: Callable[[int], object] = lambda tokens: None) -> None:
-    """Play all to their ends, always a step of the one that has got least far, so that they end together.
+    """Play all to their ends, always a step of the run with the smallest share, so that they end together.
 
     watch: told after each step how many tokens came out.
     """

@@ -14,7 +14,7 @@ import math
 import platform
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -38,8 +38,7 @@ ERROR_BLOCK = 64  # neighbouring tokens that count as one observation
 FREQUENCIES = {"rare_tokens": (0, 10), "medium_tokens": (10, 200), "common_tokens": (200, math.inf)}
 POSITIONS = {"at_under_256": (0, 256), "at_256_to_1k": (256, 1024), "at_1k_to_2k": (1024, 2048),
              "at_2k_to_4k": (2048, 4096)}
-# tokens of the texts that hide codes, by size of the run
-LENGTHS = {"quick": (256, 768), "full": (512, 1024, 2048), "gpu": (512, 1024, 2048, 4096)}
+LENGTHS = (256, 768), (512, 1024, 2048), (512, 1024, 2048, 4096)  # of texts that hide codes: quick, full, on a GPU
 
 
 @dataclass(frozen=True)
@@ -100,14 +99,10 @@ class QualityTask:
         copies = repeated(setting.config.vocab_size, *setting.size((1, 256), (4, 256), (16, 256)), seed=setting.seed)
         texts = range(setting.size(1, 2, 8))
         codes = {length: [hidden_codes(tokenizer, corpus, length, 4, seed) for seed in texts]
-                 for length in setting.size(*LENGTHS.values())}
+                 for length in setting.size(*LENGTHS)}
         number, max_tokens = setting.size((4, 24), (8, 32), (24, 64))
         prompts = [tokenizer.chat(prompt) for prompt in CHAT_PROMPTS[:number]]
         return cls(corpus, documents, copies, codes, prompts, max_tokens)
-
-    def losses_only(self) -> QualityTask:
-        """The same without what takes an engine."""
-        return replace(self, codes={}, prompts=[])
 
 
 @dataclass(frozen=True)
@@ -146,7 +141,7 @@ def quality_tables(key: str, **first: str) -> tuple[dict[str, str], ...]:
     changes: dict[str, str] = {}
     for part in (*FREQUENCIES, *POSITIONS):
         changes |= {f"{part}_change_nats": part.replace("_", " "), f"{part}_change_error_nats": "+-"}
-    found = {f"found_in_{n}_percent": f"found in {n:,} %" for n in sorted({*LENGTHS["quick"], *LENGTHS["gpu"]})}
+    found = {f"found_in_{n}_percent": f"found in {n:,} %" for n in sorted({*LENGTHS[0], *LENGTHS[2]})}
     return (
         {key: key, **first, "perplexity": "perplexity", "perplexity_error": "+-", "change_percent": "change %",
          "change_error_percent": "+-", "same_first_choice_percent": "same first choice %",
@@ -174,20 +169,17 @@ def token_losses(model, documents: Tensor, storage_for: Callable[[int], KVStorag
 
     A step's own keys are read from the store too, so the chunk decides the speed alone.
     """
-    rows = [_document_losses(model, document, storage_for(documents.shape[1]), chunk) for document in documents]
+    rows = []
+    for document in documents.to(model.device):
+        storage, chunks = storage_for(len(document)), []
+        for start in range(0, len(document) - 1, chunk):
+            tokens = document[start : start + chunk + 1]  # [N + 1]: the last is only predicted
+            span = RowSpan(start, len(tokens) - 1, [0])  # one block that is as long as the text
+            cache = StepAttention(storage, [span], len(document), 0, model.config.query_group, model.dtype)
+            logits = model.forward(tokens[:-1], cache.positions.to(model.device), cache).float()  # [N, V]
+            chunks.append((F.cross_entropy(logits, tokens[1:], reduction="none").cpu(), logits.argmax(-1).cpu()))
+        rows.append(map(torch.cat, zip(*chunks, strict=True)))
     return Losses(*map(torch.stack, zip(*rows, strict=True)))
-
-
-def _document_losses(model, document: Tensor, storage: KVStorage, chunk: int) -> tuple[Tensor, ...]:
-    """document [T + 1] -> losses [T] and first choices [T]."""
-    document, config, parts = document.to(model.device), model.config, []
-    for start in range(0, len(document) - 1, chunk):
-        tokens = document[start : start + chunk + 1]  # [N + 1]: the last is only predicted
-        span = RowSpan(start, len(tokens) - 1, [0])  # one block that is as long as the text
-        cache = StepAttention(storage, [span], len(document), 0, config.query_group, model.dtype)
-        logits = model.forward(tokens[:-1], cache.positions.to(model.device), cache).float()  # [N, V]
-        parts.append((F.cross_entropy(logits, tokens[1:], reduction="none").cpu(), logits.argmax(-1).cpu()))
-    return tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
 def with_error(values: Tensor, chosen: Tensor | None = None) -> tuple[float, float]:

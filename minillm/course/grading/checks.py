@@ -107,7 +107,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def run_check(check: Check, answer: Any, seconds: float = CHECK_SECONDS) -> Outcome:
-    """One check, whatever the answer does."""
+    """The outcome of one check; nothing that the answer raises escapes, but KeyboardInterrupt."""
     margins.clear()
     random.seed(0)
     torch.manual_seed(0)

@@ -298,7 +298,7 @@ class PoolSnapshot:
 
     @property
     def wasted_tokens(self) -> int:
-        """Reserved for somebody, and empty."""
+        """Reserved by a request, and empty."""
         return self.reserved_tokens - self.used_tokens
 
 
@@ -332,7 +332,7 @@ def block_map(pools: Mapping[str, PoolSnapshot], title: str | None = None, colum
         keys = [Patch(color=COLOURS[0], label="holds tokens (number: request)"),
                 Patch(facecolor="white", edgecolor=COLOURS[0], hatch=HATCH, label="reserved, empty"),
                 Patch(facecolor="white", edgecolor="black", linewidth=2, label="shared by several"),
-                Patch(facecolor=LIGHT, edgecolor=GREY, hatch="..", label="cached, nobody's"),
+                Patch(facecolor=LIGHT, edgecolor=GREY, hatch="..", label="cached, held by no request"),
                 Patch(facecolor="white", edgecolor=LIGHT, label="free")]
         figure.legend(handles=keys, loc="outside lower center", ncols=5 if width > 8 else 3, fontsize=9)
     return figure
