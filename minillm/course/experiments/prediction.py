@@ -84,11 +84,6 @@ class TurnRun:
         """How much of it has been played."""
         return self.tokens_so_far / self.output_tokens
 
-    def step(self) -> bool:
-        """One turn; whether there was still something to do."""
-        with self.engine.clock.running():
-            return next(self.steps, None) is not None
-
 
 def in_turns(runs: Sequence[TurnRun], watch: Callable[[int], object] = lambda tokens: None) -> None:
     """Play all to their ends, always a step of the run with the smallest share, so that they end together.
@@ -99,7 +94,9 @@ def in_turns(runs: Sequence[TurnRun], watch: Callable[[int], object] = lambda to
     while going:
         run = min(going, key=lambda run: run.share)
         before = run.tokens_so_far
-        if not run.step():
+        with run.engine.clock.running():
+            ended = next(run.steps, None) is None
+        if ended:
             going.remove(run)
         watch(run.tokens_so_far - before)
 
