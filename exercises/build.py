@@ -18,9 +18,9 @@ import jupytext
 import nbformat
 from nbformat import NotebookNode
 
-from minillm.course.grading.checks import Exercise
 from minillm.course.grading.exercises import find, load_all
 from minillm.course.grading.notebook import stub_hash
+from minillm.course.grading.tasks import Exercise
 
 FOLDER = Path(__file__).resolve().parent
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
@@ -116,7 +116,7 @@ def with_table(text: str) -> str:
         f"| {e.level} | {', '.join(f'`{task.name}`' for task in e.tasks)} |"
         for e in load_all()
     ]
-    table = "\n".join(["| exercise | behind notebook | minutes | | checks |", "|---|---|---|---|---|", *rows])
+    table = "\n".join(["| exercise | after notebook | minutes | | checks |", "|---|---|---|---|---|", *rows])
     return re.sub(r"(<!-- exercises -->\n).*?(<!-- end -->)", rf"\g<1>\n{table}\n\n\2", text, flags=re.DOTALL)
 
 

@@ -14,8 +14,8 @@ from minillm.course.experiments.prediction import (
     ALLOWED,
     LIMITS,
     REPLAYS,
-    Run,
     TurnClock,
+    TurnRun,
     error_rows,
     figures,
     in_turns,
@@ -55,7 +55,7 @@ class Machine:
     def run(self, items, clients=None, cost=TRUE):
         engine = Engine(None, executor=VirtualExecutor(cost, self), clock=TurnClock(self.now), kv_format="fp32",
                         kv_memory=1 << 28, **LIMITS)
-        return Run(engine, items, clients)
+        return TurnRun(engine, items, clients)
 
 
 def test_a_turn_clock_stands_still_between_turns_and_skips_waits():

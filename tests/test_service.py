@@ -229,4 +229,4 @@ def test_every_name_of_the_appendix_is_there():
     for gone in ("Engine.max_rows", "minillm.ladder.paged.Nothing", "nowhere.at.all"):
         with pytest.raises(LookupError):
             names.resolve(gone)
-    assert names.names_table(3).count("\n") == 1 + sum(name.chapter == 3 for name in names.NAMES)
+    assert names.names_table().count("\n") == 1 + len(names.NAMES)

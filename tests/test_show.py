@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 import re
 from dataclasses import replace
@@ -15,6 +14,7 @@ from fakes import fake_engine
 from minillm import SamplingParams, metrics
 from minillm.course.ledger import LEDGER
 from minillm.course.show import plots
+from minillm.course.show.names import resolve
 from minillm.course.show.recorded import heading, ledger, recorded
 from minillm.course.show.source import show_source, source_block
 from minillm.ladder.decode import NoCache, decode_cached
@@ -212,20 +212,6 @@ def stored_sources(notebook) -> list[tuple[str, str]]:
     pages = [o.data.get("text/markdown", "") for c in notebook.cells for o in c.get("outputs", []) if "data" in o]
     found = [block for page in pages for block in re.findall(r"^`minillm\.[\w.]+`, from .*?\n```$", page, re.M | re.S)]
     return [(re.match(r"`([\w.]+)`", block)[1], block) for block in found]
-
-
-def resolve(name: str):
-    """minillm.package.module.Class.method -> the object."""
-    parts = name.split(".")
-    for cut in range(len(parts) - 1, 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:cut]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[cut:]:
-            found = getattr(found, part)
-        return found
-    raise AssertionError(f"{name} is nowhere in the package")
 
 
 def test_a_page_that_drifted_is_noticed():

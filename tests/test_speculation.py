@@ -11,14 +11,14 @@ from tiny import tiny_model
 from minillm import Engine, SamplingParams, load_model, load_tokenizer, metrics
 from minillm.course.drafter_training.text import prompts as training_prompts
 from minillm.course.experiments.speculation import (
-    Bench,
-    Case,
     Counted,
+    DraftBenchmark,
     ReplayProposer,
-    cases,
     crossovers,
+    draftings,
     expected_tokens,
     predict,
+    right_at_random,
     sampling_check,
     step_costs,
 )
@@ -61,8 +61,8 @@ def test_the_reported_acceptance_is_that_of_the_emitted_tokens(kind, smollm2_dir
 
 
 def test_a_row_of_the_table_is_that_of_its_run(smollm2_dir):
-    bench = Bench(load_model(smollm2_dir), load_tokenizer(smollm2_dir), few=2, tokens=13, turns=1, seed=0)
-    row = bench.run(Case("chat", "replay 1", 2, 2), COSTS)
+    bench = DraftBenchmark(load_model(smollm2_dir), load_tokenizer(smollm2_dir), few=2, tokens=13, turns=1, seed=0)
+    row = bench.row("chat", "replay 1", 2, 2, COSTS)
     assert row["same_tokens"] and row["part"] == "replay" and row["acceptance"] == 1
     assert row["tokens_per_step"] == 3 and row["predicted"] == pytest.approx(3 / 1.5)
     assert row["speedup"] == row["tokens_per_s"] / row["plain_tokens_per_s"]
@@ -111,15 +111,15 @@ def test_a_sampler_that_ignores_the_target_would_be_seen(monkeypatch):
     assert not sampling_check(20_000, 0)["same_tokens"]
 
 
-def test_the_cases_cover_lengths_and_batches_once():
-    found = cases((2, 7), (1, 8), (0.5,), drafter=True)
-    assert len(found) == len(set(found)) and all(case.batch in (1, 8) for case in found)
-    assert Case("chat", "drafter", "adaptive", 8) in found and Case("chat", "replay 0.5", 4, 8) in found
+def test_the_lines_of_the_table_cover_lengths_and_batches_once():
+    found = draftings((2, 7), (1, 8), (0.5,), drafter=True)
+    assert len(found) == len(set(found)) and all(batch in (1, 8) for *_, batch in found)
+    assert ("chat", "drafter", "adaptive", 8) in found and ("chat", "replay 0.5", 4, 8) in found
 
 
 def test_a_dialled_proposer_is_right_as_often_as_dialled():
     answer = list(range(50)) * 40
-    proposer = ReplayProposer({(1,): answer}, Bench.dial(0.7, seed=3))
+    proposer = ReplayProposer({(1,): answer}, right_at_random(0.7, seed=3))
     right = [proposer.is_right(i) for i in range(2000)]
     assert math.isclose(sum(right) / 2000, 0.7, abs_tol=0.03)
 

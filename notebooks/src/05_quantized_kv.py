@@ -25,14 +25,14 @@ if importlib.util.find_spec("minillm") is None:
 
 # %%
 import os
-from functools import partial
 
 import torch
 
 import minillm
 from minillm import quantize_weights
 from minillm.course.experiments import common, formats
-from minillm.course.experiments.key_errors import calibrated, errors, per_channel, per_token, queries_and_keys
+from minillm.course.experiments.formats import calibrated, errors, per_channel, per_token, queries_and_keys
+from minillm.course.experiments.quality import QualityTask, python_help, repeated
 from minillm.course.setting import Setting
 from minillm.course.show import plots
 from minillm.course.show.live import bar, progress
@@ -42,7 +42,6 @@ from minillm.course.show.tables import text_table
 from minillm.ladder.quantized import ChannelScaling, KVStorage, Rotation, ScaledStore, kv_bytes_per_token
 from minillm.measure import metrics
 from minillm.measure.measurement import device_name
-from minillm.measure.quality import copy_row, loss_row, python_help, repeated, token_losses
 from minillm.measure.workload import lognormal
 from minillm.model.codes import int4_encode, int8_decode, int8_encode
 
@@ -204,15 +203,8 @@ setting.model, setting.tokenizer = model, tokenizer
 documents = corpus.documents(1, 512 if QUICK else 2048)
 copies = repeated(config.vocab_size, 1 if QUICK else 2, 192)
 schemes = [scheme for scheme in formats.SCHEMES if scheme.main]
-losses = {}
-for scheme in bar(schemes, "schemes"):
-    store = partial(formats.make_storage, model, scheme, scheme.transform(setting, calibration))
-    losses[scheme.name] = [token_losses(model, texts, store) for texts in (documents, copies)]
-quality = [
-    {"scheme": name, **formats.footprint(config, scheme.kv_format),
-     **loss_row(text, losses["fp32"][0], documents, corpus.occurrences), **copy_row(copied, losses["fp32"][1], copies)}
-    for scheme, (name, (text, copied)) in zip(schemes, losses.items(), strict=True)
-]
+task = QualityTask(corpus, documents, copies)
+quality = list(formats.scheme_rows(model, tokenizer, task, calibration, bar(schemes, "schemes")))
 LIVE = {"scheme": "scheme", "share_of_16_bit": "of 16 bits", "perplexity": "perplexity", "perplexity_error": "+-",
         "change_percent": "change %", "change_error_percent": "+-", "copied_percent": "copied %"}
 print(f"{documents.numel() - len(documents):,} tokens of {corpus.source}")

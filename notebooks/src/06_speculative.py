@@ -219,9 +219,9 @@ print(f"it may propose {card['ids']:,} of the {model.config.vocab_size:,} ids")
 # those to be copied there are eight; a larger batch asks them again.)
 
 # %%
-bench = speculation.Bench(model, tokenizer, few=1 if QUICK else 3, tokens=16 if QUICK else 40, turns=1, seed=0)
+bench = speculation.DraftBenchmark(model, tokenizer, few=1 if QUICK else 3, tokens=16 if QUICK else 40, turns=1, seed=0)
 kinds = (("copy", "n-gram"), ("chat", "n-gram"), ("chat", "drafter"))
-full = {kind: bench.run(speculation.Case(*kind, 4, batches[-1]), costs) for kind in kinds}
+full = {kind: bench.row(*kind, 4, batches[-1], costs) for kind in kinds}
 PLACES = {"prompts": "prompts", "drafts": "drafts", "place": "place", "tried": "tried", "right": "right",
           "share": "share"}
 places = [
@@ -257,11 +257,11 @@ plots.curves(
 
 # %%
 table = [
-    full[kind] if batch == batches[-1] else bench.run(speculation.Case(*kind, 4, batch), costs)
+    full[kind] if batch == batches[-1] else bench.row(*kind, 4, batch, costs)
     for kind in kinds for batch in batches
 ]
-table += [bench.run(speculation.Case("chat", "drafter", 1, batch), costs) for batch in batches]  # one surer draft
-table += [bench.run(speculation.Case("chat", "drafter", "adaptive", batch), costs) for batch in batches[-1:]]
+table += [bench.row("chat", "drafter", 1, batch, costs) for batch in batches]  # one surer draft
+table += [bench.row("chat", "drafter", "adaptive", batch, costs) for batch in batches[-1:]]
 SPEEDS = {"prompts": "prompts", "drafts": "drafts", "k": "k", "batch": "batch", "acceptance": "accepted",
           "tokens_per_round": "tokens a round", "tokens_per_s": "tokens/s", "speedup": "times plain",
           "predicted": "predicted", "same_tokens": "same tokens"}

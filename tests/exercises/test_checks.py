@@ -10,9 +10,10 @@ import torch
 from wrong_answers import FOLDER
 
 from minillm.course.grading import check, hint
-from minillm.course.grading.checks import CheckFailed, Exercise, Task, TimeLimit, close, expect, run_task, time_limit
+from minillm.course.grading.checks import CheckFailed, TimeLimit, run_task, time_limit
 from minillm.course.grading.exercises import load_all
 from minillm.course.grading.notebook import read, run_cells
+from minillm.course.grading.tasks import Exercise, Task, close, expect
 
 EXERCISES = load_all()
 
@@ -33,7 +34,7 @@ def double(monkeypatch) -> Task:
         expect(close(double(0.25), 0.5, 1e-6), "double(0.25)")
 
     exercise = Exercise("99_double", "Double", 1, 1, "01_decode_loop", (task,))
-    monkeypatch.setattr("minillm.course.grading.exercises.load_all", lambda: (exercise,))
+    monkeypatch.setattr("minillm.course.grading.checks.load_all", lambda: (exercise,))
     monkeypatch.delenv("CI", raising=False)
     return task
 

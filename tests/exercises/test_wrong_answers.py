@@ -9,8 +9,8 @@ import pytest
 import torch
 from wrong_answers import SECONDS, Mutant, Solution, by_rule, outcomes
 
-from minillm.course.grading.checks import Exercise, Task
 from minillm.course.grading.exercises import load_all
+from minillm.course.grading.tasks import Exercise, Task
 
 EXERCISES = load_all()
 TASKS = [(exercise, task) for exercise in EXERCISES for task in exercise.tasks]

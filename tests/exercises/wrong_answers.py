@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from minillm.course.grading.checks import Exercise, Outcome, Task, run_task
+from minillm.course.grading.checks import Outcome, run_task
 from minillm.course.grading.notebook import Cell, read, run_cells, without_magics
+from minillm.course.grading.tasks import Exercise, Task
 
 FOLDER = Path(__file__).resolve().parents[2] / "exercises"
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import tracemalloc
+from collections.abc import Iterable
 
 from minillm.course.experiments.common import NoForward
 from minillm.ladder.engine import Engine
@@ -24,8 +25,14 @@ def new_engine(max_batch: int) -> Engine:
     return Engine(None, executor=executor, max_batch=max_batch, max_step_tokens=2048, records="summary")
 
 
+def add_requests(engine: Engine, numbers: Iterable[int]) -> None:
+    """Queue a request for each number, which its prompt repeats."""
+    for number in numbers:
+        engine.add([number % 1000] * PROMPT_TOKENS, ANSWER)
+
+
 def overhead(steps: int = 200, warmups: int = 50, chats: int = 10_000) -> Measurement:
-    """Milliseconds a step, by batch and queue; the memory after so many requests; row-steps a second in virtual time.
+    """Milliseconds a step, by batch and queue; Python's memory by requests served; row-steps a second in virtual time.
 
     The prefix index is part of that memory. It grows until every block of the pool is known,
     here after about 400 requests, and no further.
@@ -43,32 +50,27 @@ def overhead(steps: int = 200, warmups: int = 50, chats: int = 10_000) -> Measur
 
 
 def step_seconds(batch: int, queued: int, steps: int, warmups: int) -> Spread:
-    """Seconds of `Engine.step` with a full batch and so many requests behind it."""
-    engine = new_engine(batch)
-    for number in range(batch + queued):
-        engine.add([number % 1000] * PROMPT_TOKENS, ANSWER)
-    seconds = []
+    """Seconds of `Engine.step` with a full batch and `queued` requests waiting."""
+    engine, seconds = new_engine(batch), []
+    add_requests(engine, range(batch + queued))
     for _ in range(warmups + steps):
         start = time.perf_counter()
         events = engine.step()
         seconds.append(time.perf_counter() - start)
-        for number in range(sum(event.finished for event in events)):  # the queue keeps its length
-            engine.add([number % 1000] * PROMPT_TOKENS, ANSWER)
+        add_requests(engine, range(sum(event.finished for event in events)))  # the queue keeps its length
     return Spread.of(seconds[warmups:], warmups)
 
 
 def memory_kb(batch: int, after: tuple[int, ...]) -> dict[int, float]:
-    """Python's own memory at its peak since the engine was made, after so many requests, multiples of `batch`."""
+    """Python's own memory at its peak since the engine was made, by requests served, multiples of `batch`."""
     engine, peaks = new_engine(batch), {}
     tracemalloc.start()
-    for number in range(max(after)):
-        engine.add([number % 1000] * PROMPT_TOKENS, ANSWER)
-        if (number + 1) % batch:
-            continue
+    for served in range(batch, max(after) + 1, batch):
+        add_requests(engine, range(served - batch, served))
         while engine.has_work:
             engine.step()
-        if number + 1 in after:
-            peaks[number + 1] = tracemalloc.get_traced_memory()[1] / 1e3
+        if served in after:
+            peaks[served] = tracemalloc.get_traced_memory()[1] / 1e3
     tracemalloc.stop()
     return peaks
 

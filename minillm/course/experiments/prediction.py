@@ -1,9 +1,9 @@
 """Virtual time put to the test: fitted to one recorded run, it predicts others of the same machine.
 
 The speed of a shared machine moves by tens of per cent within minutes, and a fit to one minute
-cannot know the next. So all runs are played at once, a step of each in turn, and each has a
-clock that stands still between its turns: whatever slows one of them slows all. What is left
-over shows in how far two runs of the same load come apart; what is closer is luck.
+cannot know the next. So all runs are played concurrently, a step of each in turn, and each has
+a clock that stands still between its turns: whatever slows one of them slows all. Two runs of
+the same load show the noise that is left: smaller differences mean nothing.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from statistics import mean
 
 import numpy as np
 import torch
 
-from minillm.course.experiments import common
+from minillm.course.experiments.common import measured
 from minillm.course.experiments.limits import first_layers
 from minillm.course.setting import Setting
 from minillm.ladder.engine import Engine
@@ -50,7 +49,7 @@ class TurnClock:
         return self.before if self.since is None else self.before + (self.read() - self.since)
 
     def wait_until(self, moment: float) -> None:
-        """Be there at once, unless the moment is past: exactly there, since an engine asks until it is."""
+        """Jump to the moment, unless it is past: exactly to it, since an engine asks until it is reached."""
         self.before = max(moment, self.now())
         if self.since is not None:
             self.since = self.read()
@@ -66,45 +65,41 @@ class TurnClock:
 
 
 @dataclass
-class Run:
-    """A workload on an engine whose clock is a `TurnClock`; `clients` as in `play`."""
+class TurnRun:
+    """A workload on an engine whose clock is a `TurnClock`, a step at a time; `clients` as in `play`."""
 
     engine: Engine
     items: Sequence[WorkItem]
     clients: int | None = None
 
-    @cached_property
-    def steps(self) -> Iterator:
-        return play_by_step(self.engine, self.items, self.clients)
+    def __post_init__(self) -> None:
+        self.steps = play_by_step(self.engine, self.items, self.clients)
+        self.output_tokens = sum(item.output_tokens for item in self.items)  # those it will have at its end
 
-    @cached_property
-    def output_tokens(self) -> int:
-        """Those that the run will have at its end."""
-        return sum(item.output_tokens for item in self.items)
+    @property
+    def tokens_so_far(self) -> int:
+        return self.engine.records.totals["output_tokens"]
 
     @property
     def share(self) -> float:
         """How much of it has been played."""
-        return self.engine.records.totals["output_tokens"] / self.output_tokens
-
-    def step(self) -> bool:
-        """One turn; whether there was still something to do."""
-        with self.engine.clock.running():
-            return next(self.steps, None) is not None
+        return self.tokens_so_far / self.output_tokens
 
 
-def in_turns(runs: Sequence[Run], watch: Callable[[int], object] = lambda tokens: None) -> None:
-    """Play all to their ends, always a step of the one that has got least far, so that they end together.
+def in_turns(runs: Sequence[TurnRun], watch: Callable[[int], object] = lambda tokens: None) -> None:
+    """Play all to their ends, always a step of the run with the smallest share, so that they end together.
 
     watch: told after each step how many tokens came out.
     """
     going = list(runs)
     while going:
         run = min(going, key=lambda run: run.share)
-        before = run.engine.records.totals["output_tokens"]
-        if not run.step():
+        before = run.tokens_so_far
+        with run.engine.clock.running():
+            ended = next(run.steps, None) is None
+        if ended:
             going.remove(run)
-        watch(run.engine.records.totals["output_tokens"] - before)
+        watch(run.tokens_so_far - before)
 
 
 def virtual_prediction(setting: Setting) -> Measurement:
@@ -120,7 +115,7 @@ def virtual_prediction(setting: Setting) -> Measurement:
 def predictions(setting: Setting, read: Callable[[], float]) -> Measurement:
     """The same by a given clock (`TurnClock`)."""
     whole = setting.timed_model
-    # a look takes few layers: of short steps there are more, in shorter turns
+    # a quick run takes few layers: of short steps there are more, in shorter turns
     model = first_layers(whole, setting.size(min(8, len(whole.layers)), len(whole.layers)))
     limits = {**LIMITS, "kv_memory": setting.size(1 << 28, 1 << 28, 3 << 30)}
     recorded, loads = make_runs(setting, model, read, limits)
@@ -128,24 +123,23 @@ def predictions(setting: Setting, read: Callable[[], float]) -> Measurement:
     with setting.progress("virtual_prediction", sum(run.output_tokens for run in runs)) as bar:
         in_turns(runs, bar.update)
     cost = fit(recorded.engine.records, model.config, native_format(model.dtype), model.weight_bytes)
-    rows = []
-    for load, pair in loads.items():
-        rows += error_rows(load, [figures(run.engine.records) for run in pair], replayed(cost, pair[0], limits))
-    for row in rows:
-        row["layers"] = len(model.layers)
-    return common.measured("virtual_prediction", model, setting.timed_name, rows,
-                             Spread.of([row["error_percent"] for row in rows]))
+    rows = [
+        row | {"layers": len(model.layers)} for load, pair in loads.items()
+        for row in error_rows(load, [figures(run.engine.records) for run in pair], replayed(cost, pair[0], limits))
+    ]
+    return measured("virtual_prediction", model, setting.timed_name, rows,
+                    Spread.of([row["error_percent"] for row in rows]))
 
 
 def make_runs(
     setting: Setting, model: Llama, read: Callable[[], float], limits: dict
-) -> tuple[Run, dict[str, tuple[Run, Run]]]:
+) -> tuple[TurnRun, dict[str, tuple[TurnRun, TurnRun]]]:
     """The run to fit to, and the loads to predict, each to be played twice."""
 
-    def run(items: Sequence[WorkItem], clients: int | None = None) -> Run:
+    def run(items: Sequence[WorkItem], clients: int | None = None) -> TurnRun:
         engine = Engine(model, clock=TurnClock(read), **limits)
         engine.runs_ahead = False  # into another's turn
-        return Run(engine, items, clients)
+        return TurnRun(engine, items, clients)
 
     requests, scale = setting.size((80, 0.05), (120, 0.06), (200, 0.25))
     busy = run(chat(24, scale=scale), clients=8)
@@ -161,10 +155,10 @@ def make_runs(
 
 
 def swelling(items: Sequence[WorkItem], waves: int = 1, slowest: float = 0.25, fastest: float = 2.0) -> list[WorkItem]:
-    """The same open loop at a rate that grows from `slowest` to `fastest` times its own, so many times over.
+    """The same open loop at a rate that grows from `slowest` to `fastest` times its own, in each of `waves` waves.
 
-    So one run has steps of every size, from a single row to a full batch that a queue stands
-    behind, early and late: a fit knows nothing of batches that it never saw.
+    So one run has steps of every size, from a single row to a full batch with a queue, early
+    and late: a fit knows nothing of batches that it never saw.
     """
     gaps = np.diff([item.arrival for item in items], prepend=0.0)
     phase = np.arange(len(items)) * waves / len(items) % 1
@@ -181,7 +175,7 @@ def figures(records: Records) -> dict[str, float]:
     }
 
 
-def replayed(cost: CostModel, run: Run, limits: dict) -> list[dict[str, float]]:
+def replayed(cost: CostModel, run: TurnRun, limits: dict) -> list[dict[str, float]]:
     """The figures that virtual time gives for a run, `REPLAYS` times."""
     found = []
     for seed in range(REPLAYS):

@@ -12,7 +12,7 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
-from minillm.course.experiments import common
+from minillm.course.experiments.common import count
 from minillm.course.experiments.limits import gauges
 from minillm.course.setting import Setting
 from minillm.ladder.records import Records, RequestRecord
@@ -127,7 +127,7 @@ def fill(config: ModelConfig, kv_format: str, kv_memory: int, kv: str, context: 
     """
     items = worked_example(256, context, answer)
     settings = {"max_batch": len(items), "max_step_tokens": len(items) * context, "max_context": context}
-    return common.count(config, items, kv=kv, kv_format=kv_format, kv_memory=kv_memory, **settings)
+    return count(config, items, kv=kv, kv_format=kv_format, kv_memory=kv_memory, **settings)
 
 
 def chats(requests: int, rate: float, context: int = 8192, seed: int = 0, **settings) -> list[WorkItem]:

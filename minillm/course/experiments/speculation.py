@@ -1,34 +1,33 @@
-"""The experiment of part E: what drafts buy, by their number, their acceptance and the batch.
+"""The experiment of letter E: what drafts buy, by their number, their acceptance and the batch.
 
 Figures called real draft without knowing the answer: by prompt lookup, or by the drafter, on
 prompts that it was not trained on. Those called replay are right or wrong to order, so that a
-whole curve can be drawn; no drafter is behind them. Tokens per second are those of steps in
-which the whole batch decodes, so that prompts are in none of them.
+whole curve can be drawn; no drafter produced them. Tokens per second are those of steps in
+which the whole batch decodes, so that no step with a prompt is counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from minillm.course.experiments.common import measured
 from minillm.course.experiments.ladder import compare
 from minillm.course.prompts import CHAT_PROMPTS, COPY_PROMPTS
 from minillm.course.setting import Setting
 from minillm.extras.drafter import WEIGHTS, DrafterProposer, fits, load_drafter, read_card
 from minillm.ladder.continuous import Row
 from minillm.ladder.engine import Engine
-from minillm.ladder.quantized import native_format
-from minillm.ladder.records import Records, accepted_drafts
+from minillm.ladder.records import Records, StepRecord, accepted_drafts
 from minillm.ladder.request import SamplingParams
 from minillm.ladder.sampling import uniform
 from minillm.ladder.speculative import NgramProposer, Proposer, Speculator, verify_sampled
 from minillm.measure import metrics
-from minillm.measure.measurement import Measurement, Spread, provenance
+from minillm.measure.measurement import Measurement, Spread
 from minillm.model.config import ModelConfig
 
 ADAPTIVE = 8  # the most drafts that the adaptive length may choose
@@ -36,40 +35,26 @@ USUAL = 4  # the draft length at which batches are compared
 PURPOSE = 7  # of the uniform numbers that decide where a replayed draft is wrong
 
 
-@dataclass
-class Run:
-    """One way of serving some prompts, `batch` at a time."""
-
-    records: Records
-    outputs: list[list[int]]
-    batch: int
-
-    @property
-    def steps(self) -> list:
-        """Those in which the whole batch decodes, and nothing else happens."""
-        return [s for s in self.records.steps if s.due_rows == s.rows == self.batch and not s.prompt_tokens]
-
-    @property
-    def tokens_per_s(self) -> float:
-        return sum(s.output_tokens for s in self.steps) / sum(s.duration for s in self.steps)
-
-    @property
-    def drafts_per_row(self) -> float:
-        return sum(s.drafted_tokens for s in self.steps) / (self.batch * len(self.steps))
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Given to each row by a step."""
-        return sum(s.output_tokens for s in self.steps) / (self.batch * len(self.steps))
-
-
-def serve(model, prompts: Sequence[list[int]], tokens: int, batch: int, speculator: Speculator | None = None) -> Run:
-    """Serve the prompts greedily, each for so many tokens; never more than `batch` at once."""
+def decode(
+    model, prompts: Sequence[list[int]], tokens: int, batch: int, speculator: Speculator | None = None
+) -> tuple[Records, list[list[int]]]:
+    """`tokens` tokens for each prompt, greedily, never more than `batch` prompts in one step; records and outputs."""
     context, budget = max(map(len, prompts)) + tokens, max(256, batch * (ADAPTIVE + 1))
     engine = Engine(model, max_batch=batch, max_context=context, max_step_tokens=budget, prefix_cache=False,
                     kv_memory=None, speculator=speculator)
     done = engine.generate(prompts, SamplingParams(tokens, ignore_eos=True))
-    return Run(engine.records, [each.token_ids for each in done], batch)
+    return engine.records, [each.token_ids for each in done]
+
+
+def full_steps(records: Records, batch: int) -> list[StepRecord]:
+    """Those in which the whole batch decodes, and nothing else happens."""
+    return [s for s in records.steps if s.due_rows == s.rows == batch and not s.prompt_tokens]
+
+
+def tokens_per_s(records: Records, batch: int) -> float:
+    """Over the full steps."""
+    steps = full_steps(records, batch)
+    return sum(s.output_tokens for s in steps) / sum(s.duration for s in steps)
 
 
 class Counted(Speculator):
@@ -80,7 +65,7 @@ class Counted(Speculator):
         self.tried, self.right = [0] * draft_length, [0] * draft_length
 
     def observe(self, rows: Sequence[Row], outputs: Sequence[Sequence[int]], seconds: float) -> None:
-        """Count a step's drafts; then learn from it as ever."""
+        """Count a step's drafts, then learn from it as any speculator does."""
         for row, output in zip([row for row in rows if row.due], outputs, strict=True):
             accepted = accepted_drafts(row.drafts, output)
             for place in range(min(len(row.drafts), accepted + 1)):
@@ -94,8 +79,40 @@ def acceptance_by_position(
 ) -> list[float | None]:
     """The share of drafts that are right, by their place in the round, where those before it were; None: none tried."""
     counted = Counted(proposer, k)
-    serve(model, prompts, tokens, 1, counted)
-    return [one / all_ if all_ else None for one, all_ in zip(counted.right, counted.tried, strict=True)]
+    decode(model, prompts, tokens, 1, counted)
+    return [right / tried if tried else None for right, tried in zip(counted.right, counted.tried, strict=True)]
+
+
+class ReplayProposer:
+    """For experiments: drafts that are right or wrong to order, replayed from answers known beforehand.
+
+    It stands for a drafter of any given quality on models whose text means nothing. Whatever
+    is drawn from it says so: it is not a measure of a real drafter.
+    """
+
+    bytes_per_token = 0
+
+    def __init__(self, answers: Mapping[tuple[int, ...], Sequence[int]], is_right: Callable[[int], bool]) -> None:
+        """answers: prompt -> the target's own greedy output. is_right(i): whether to draft output token i rightly."""
+        self.answers, self.is_right = answers, is_right
+
+    def prepare(self, config: ModelConfig, num_blocks: int, block_size: int) -> None:
+        """Take the vocabulary's size, for wrong tokens."""
+        self.vocab_size = config.vocab_size
+
+    def propose(self, rows: Sequence[Row]) -> list[Tensor | None]:
+        """Fill `row.drafts` from the known answers."""
+        for row in rows:
+            if row.num_drafts:
+                answer, at = self.answers[tuple(row.request.prompt_ids)], row.request.num_output
+                coming = enumerate(answer[at : at + row.num_drafts], start=at)
+                row.drafts[:] = [token if self.is_right(i) else (token + 1) % self.vocab_size for i, token in coming]
+        return [None] * len(rows)
+
+
+def right_at_random(acceptance: float, seed: int) -> Callable[[int], bool]:
+    """Whether to draft the i-th output token rightly: at random, with this probability."""
+    return lambda i: uniform(seed, i, PURPOSE) < acceptance
 
 
 # -- what a step costs ----------------------------------------------------------------------------
@@ -119,10 +136,9 @@ def step_costs(model, batches: Iterable[int], lengths: Sequence[int], repeats: i
         prompts = [[1 + row % 97] * 16 for row in range(batch)]
         sweep = Sweep(ReplayProposer({tuple(prompt): [0] * 4096 for prompt in prompts}, lambda i: True), lengths)
         tokens = (repeats + 1) * len(lengths) + max(lengths) + 2  # near its end a request drafts fewer
-        run = serve(model, prompts, tokens, batch, sweep)
-        plain = None
+        steps, plain = full_steps(decode(model, prompts, tokens, batch, sweep)[0], batch), None
         for k in sorted(lengths):
-            spread = Spread.of([s.duration for s in run.steps if s.drafted_tokens == k * batch][1:], warmups=1)
+            spread = Spread.of([s.duration for s in steps if s.drafted_tokens == k * batch][1:], warmups=1)
             plain = plain or spread.median
             yield {
                 "part": "step cost", "drafts": "wrong", "k": k, "batch": batch, "step_tokens": batch * (k + 1),
@@ -132,7 +148,7 @@ def step_costs(model, batches: Iterable[int], lengths: Sequence[int], repeats: i
 
 
 def predict(costs: Sequence[dict], batch: int, drafts: float, tokens: float) -> float:
-    """The speed-up that `tokens` a step give where each row verifies so many drafts, by the measured step costs.
+    """The speed-up that `tokens` a step give where each row verifies `drafts` drafts, by the measured step costs.
 
     Between measured draft lengths the cost is interpolated. What proposing costs is not in it.
     """
@@ -141,134 +157,96 @@ def predict(costs: Sequence[dict], batch: int, drafts: float, tokens: float) -> 
 
 
 def expected_tokens(acceptance: float, k: int) -> float:
-    """Tokens of a round of k drafts, each of which is right with this chance where those before it were."""
+    """Tokens of a round of k drafts, each of which is right with this probability where those before it were."""
     return sum(acceptance**i for i in range(k + 1))
 
 
 # -- what drafts buy ------------------------------------------------------------------------------
 
 
-class ReplayProposer:
-    """For experiments: drafts that are right or wrong to order, replayed from answers known beforehand.
-
-    It stands for a drafter of any given quality on models whose text means nothing. Whatever
-    is drawn from it says so: it is no measure of a real drafter.
-    """
-
-    bytes_per_token = 0
-
-    def __init__(self, answers: Mapping[tuple[int, ...], Sequence[int]], is_right: Callable[[int], bool]) -> None:
-        """answers: prompt -> the target's own greedy output. is_right(i): whether to draft output token i rightly."""
-        self.answers, self.is_right = answers, is_right
-
-    def prepare(self, config: ModelConfig, num_blocks: int, block_size: int) -> None:
-        """Take the vocabulary's size, for wrong tokens."""
-        self.vocab_size = config.vocab_size
-
-    def propose(self, rows: Sequence[Row]) -> list[Tensor | None]:
-        """Fill `row.drafts` from the known answers."""
-        for row in rows:
-            if row.num_drafts:
-                answer, at = self.answers[tuple(row.request.prompt_ids)], row.request.num_output
-                coming = enumerate(answer[at : at + row.num_drafts], start=at)
-                row.drafts[:] = [token if self.is_right(i) else (token + 1) % self.vocab_size for i, token in coming]
-        return [None] * len(rows)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One line of the table. drafts: "n-gram", "drafter", or "replay 0.7"; k: a draft length, or "adaptive"."""
-
-    prompts: str
-    drafts: str
-    k: int | str
-    batch: int
-
-
-def cases(lengths: Sequence[int], batches: Sequence[int], dials: Sequence[float], drafter: bool) -> list[Case]:
-    """Every kind of drafts: at batch 1 by its length, at the usual length by the batch, and adaptive at both ends."""
+def draftings(
+    lengths: Sequence[int], batches: Sequence[int], dials: Sequence[float], drafter: bool
+) -> list[tuple[str, str, int | str, int]]:
+    """Lines of the table, as `DraftBenchmark.row` takes them: every kind of drafts at batch 1 by its length, at the
+    usual length by the batch, and adaptive at both ends."""
     kinds = [("copy", "n-gram"), ("chat", "n-gram"), *[("chat", "drafter")] * drafter]
     found = []
-    for prompts, drafts in kinds + [("chat", f"replay {dial:g}") for dial in dials]:
-        found += [Case(prompts, drafts, k, 1) for k in lengths]
-        found += [Case(prompts, drafts, USUAL, batch) for batch in batches if batch > 1]
-        if not drafts.startswith("replay"):
-            found += [Case(prompts, drafts, "adaptive", batch) for batch in (1, batches[-1])]
+    for kind in kinds + [("chat", f"replay {dial:g}") for dial in dials]:
+        found += [(*kind, k, 1) for k in lengths]
+        found += [(*kind, USUAL, batch) for batch in batches if batch > 1]
+        found += [(*kind, "adaptive", batch) for batch in (1, batches[-1]) if kind in kinds]
     return found
 
 
-class Bench:
-    """Runs cases beside plain decoding of the same prompts in the same batch."""
+class DraftBenchmark:
+    """Drafting beside plain decoding of the same prompts in the same batch, which is run once and kept."""
 
     def __init__(self, model, tokenizer, few: int, tokens: int, turns: int, seed: int) -> None:
         """few: prompts at batch 1. turns: how often plain and speculative runs alternate; medians are kept."""
         self.model, self.few, self.tokens, self.turns, self.seed = model, few, tokens, turns, seed
-        self.texts = {"copy": COPY_PROMPTS, "chat": CHAT_PROMPTS}
-        self.prompts = {kind: [tokenizer.chat(text) for text in texts] for kind, texts in self.texts.items()}
+        texts = {"copy": COPY_PROMPTS, "chat": CHAT_PROMPTS}
+        self.prompts = {kind: [tokenizer.chat(text) for text in texts[kind]] for kind in texts}
         self.drafter = load_drafter(model) if WEIGHTS.exists() and fits(model, read_card()) else None
-        self.plain: dict[tuple[str, int], list[Run]] = {}
+        self.plain: dict[tuple[str, int], list[tuple[Records, list[list[int]]]]] = {}
 
-    def asked(self, kind: str, batch: int) -> list[list[int]]:
-        """The prompts of a case: one for each row, and at small batches a few."""
-        own = self.prompts[kind]
-        return [own[i % len(own)] for i in range(max(batch, self.few))]
-
-    def speculator(self, case: Case, answers: Sequence[list[int]]) -> Counted:
-        """A new one for each run. answers: the plain run's, which only a replay may see."""
-        if case.drafts == "n-gram":
+    def speculator(
+        self, drafts: str, k: int | str, asked: Sequence[list[int]], answers: Sequence[list[int]]
+    ) -> Counted:
+        """A new one for each run. asked, answers: the plain run's, which only a replay may see."""
+        if drafts == "n-gram":
             proposer: Proposer = NgramProposer()
-        elif case.drafts == "drafter":
+        elif drafts == "drafter":
             proposer = DrafterProposer(self.drafter)
         else:
-            dial, known = float(case.drafts.split()[1]), self.asked(case.prompts, case.batch)
-            texts = {tuple(prompt): answer for prompt, answer in zip(known, answers, strict=True)}
-            proposer = ReplayProposer(texts, self.dial(dial, self.seed))
-        adaptive = case.k == "adaptive"
-        return Counted(proposer, ADAPTIVE if adaptive else case.k, adaptive)
+            known = {tuple(prompt): answer for prompt, answer in zip(asked, answers, strict=True)}
+            proposer = ReplayProposer(known, right_at_random(float(drafts.split()[1]), self.seed))
+        return Counted(proposer, ADAPTIVE, True) if k == "adaptive" else Counted(proposer, k)
 
-    @staticmethod
-    def dial(acceptance: float, seed: int) -> Callable[[int], bool]:
-        """Whether to draft the i-th output token rightly: at random, with this chance."""
-        return lambda i: uniform(seed, i, PURPOSE) < acceptance
-
-    def run(self, case: Case, costs: Sequence[dict]) -> dict:
-        """The row of a case; `costs` predict it."""
-        prompts, key = self.asked(case.prompts, case.batch), (case.prompts, case.batch)
-        plain, runs, counts = self.plain.setdefault(key, []), [], []
-        for turn in range(self.turns + (case.k == "adaptive")):
+    def row(self, prompts: str, drafts: str, k: int | str, batch: int, costs: Sequence[dict]) -> dict:
+        """A line of the table. prompts: "copy" or "chat"; drafts: "n-gram", "drafter", or "replay 0.7"; k: a draft
+        length, or "adaptive"; costs: the rows of `step_costs`, by which the speed-up is predicted."""
+        own = self.prompts[prompts]
+        asked = [own[i % len(own)] for i in range(max(batch, self.few))]  # one for each row, at small batches a few
+        plain, runs, counts = self.plain.setdefault((prompts, batch), []), [], []
+        for turn in range(self.turns + (k == "adaptive")):
             if turn >= len(plain):
-                plain.append(serve(self.model, prompts, self.tokens, case.batch))
-            counts.append(self.speculator(case, plain[0].outputs))
-            runs.append(serve(self.model, prompts, self.tokens, case.batch, counts[-1]))
-        speeds, before = ([run.tokens_per_s for run in some] for some in (runs, plain))
-        one, summary = runs[0], metrics.summary(runs[0].records)
-        counted = summary["speculation"]
+                plain.append(decode(self.model, asked, self.tokens, batch))
+            counts.append(self.speculator(drafts, k, asked, plain[0][1]))
+            runs.append(decode(self.model, asked, self.tokens, batch, counts[-1]))
+        speed, before = (median(tokens_per_s(records, batch) for records, _ in some) for some in (runs, plain))
         return {
-            "part": "replay" if case.drafts.startswith("replay") else "real",
-            "prompts": case.prompts, "drafts": case.drafts, "k": case.k, "batch": case.batch,
-            "acceptance": counted["acceptance_rate"], "tokens_per_round": counted["tokens_per_round"],
+            "part": "replay" if drafts.startswith("replay") else "real",
+            "prompts": prompts, "drafts": drafts, "k": k, "batch": batch, **drafted_columns(runs[0][0], batch, costs),
             "tried_by_place": counts[0].tried, "right_by_place": counts[0].right,
-            "tokens_per_step": one.tokens_per_step,
-            "tokens_per_s": median(speeds), "plain_tokens_per_s": median(before),
-            "speedup": median(speeds) / median(before),
-            "predicted": predict(costs, case.batch, one.drafts_per_row, one.tokens_per_step),
-            "itl_token_p50_ms": summary["itl_per_token_s"]["p50"] * 1e3,
-            "itl_step_p50_ms": summary["itl_per_step_s"]["p50"] * 1e3,
-            "same_tokens": compare(self.model, prompts, one.outputs, plain[0].outputs)["identical"],
+            "tokens_per_s": speed, "plain_tokens_per_s": before, "speedup": speed / before,
+            "same_tokens": compare(self.model, asked, runs[0][1], plain[0][1])["identical"],
         }
+
+
+def drafted_columns(records: Records, batch: int, costs: Sequence[dict]) -> dict:
+    """What one run tells of its drafts: counts, the speed-up that these should give, and the gaps between tokens."""
+    summary, steps = metrics.summary(records), full_steps(records, batch)
+    drafts, tokens = (sum(getattr(step, name) for step in steps) / (batch * len(steps))
+                      for name in ("drafted_tokens", "output_tokens"))
+    return {
+        "acceptance": summary["speculation"]["acceptance_rate"],
+        "tokens_per_round": summary["speculation"]["tokens_per_round"],
+        "tokens_per_step": tokens, "predicted": predict(costs, batch, drafts, tokens),
+        "itl_token_p50_ms": summary["itl_per_token_s"]["p50"] * 1e3,
+        "itl_step_p50_ms": summary["itl_per_step_s"]["p50"] * 1e3,
+    }
 
 
 def crossovers(rows: Sequence[dict]) -> Iterator[dict]:
     """For each kind of drafts at the usual length: up to which measured batch they gain, and from which they cost."""
-    fixed = [row for row in rows if row.get("k") == USUAL and "speedup" in row]
-    for prompts, drafts in dict.fromkeys((row["prompts"], row["drafts"]) for row in fixed):
-        own = sorted((r for r in fixed if (r["prompts"], r["drafts"]) == (prompts, drafts)), key=lambda r: r["batch"])
-        found = {}
+    fixed = sorted((row for row in rows if row.get("k") == USUAL and "speedup" in row), key=lambda row: row["batch"])
+    for kind in dict.fromkeys((row["prompts"], row["drafts"]) for row in fixed):
+        own, found = [row for row in fixed if (row["prompts"], row["drafts"]) == kind], {}
         for column, name in (("speedup", ""), ("predicted", "predicted_")):
             costs = next((row["batch"] for row in own if row[column] < 1), None)
             gains = [row["batch"] for row in own if costs is None or row["batch"] < costs]
             found |= {f"{name}gains_up_to_batch": max(gains, default=0), f"{name}costs_from_batch": costs}
-        yield {"part": "crossover", "prompts": prompts, "drafts": drafts, "k": USUAL, **found}
+        yield {"part": "crossover", "prompts": kind[0], "drafts": kind[1], "k": USUAL, **found}
 
 
 def sampling_check(draws: int, seed: int) -> dict:
@@ -294,19 +272,17 @@ def sampling_check(draws: int, seed: int) -> dict:
 
 def speculation(setting: Setting) -> Measurement:
     """Step costs, drafts of every kind by length and batch, where they begin to cost, and a check of sampling."""
-    model, name = setting.model, setting.model_name
+    model = setting.model
     batches = setting.size((1, 4, 16), (1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16, 32, 64))
     lengths = setting.size((2, 4, 7), (1, 2, 4, 8), (1, 2, 3, 4, 6, 8))
-    serve(model, [list(range(16))] * 2, 4, 2)  # warm up
+    decode(model, [list(range(16))] * 2, 4, 2)  # warm up
     rows = list(step_costs(model, setting.each("step costs", batches), sorted({0, 1, *lengths, ADAPTIVE}),
                            setting.size(3, 5)))
     batches = tuple(dict.fromkeys(row["batch"] for row in rows))  # those that the budget allowed
     rows.append(sampling_check(200_000, setting.seed))
-    bench = Bench(model, setting.tokenizer, *setting.size((2, 32, 1), (4, 48, 1), (8, 96, 3)), setting.seed)
-    table = cases(lengths, batches, setting.size((0.8,), (0.5, 0.8), (0.5, 0.7, 0.9)), bench.drafter is not None)
-    for case in setting.each("speculation", table):
-        rows.append(bench.run(case, rows))
+    bench = DraftBenchmark(model, setting.tokenizer, *setting.size((2, 32, 1), (4, 48, 1), (8, 96, 3)), setting.seed)
+    table = draftings(lengths, batches, setting.size((0.8,), (0.5, 0.8), (0.5, 0.7, 0.9)), bench.drafter is not None)
+    rows += [bench.row(*line, rows) for line in setting.each("speculation", table)]
     rows += crossovers(rows)
     spread = Spread.of([row["step_ms"] for row in rows if row["part"] == "step cost" and row["batch"] == 1][:1], 1)
-    return Measurement("speculation", provenance(name, native_format(model.dtype), model.device, setting.seed, spread),
-                       rows)
+    return measured("speculation", model, setting.model_name, rows, spread, setting.seed)

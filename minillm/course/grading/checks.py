@@ -1,29 +1,11 @@
-'''What an exercise is: tasks, their hints, and a small table of checks for each.
+"""What a notebook calls: `check` runs a task's checks on the learner's answer, `hint` prints a hint.
 
-A notebook calls `check("block_pool", BlockPool)` behind the learner's cell. The task's checks
-run in order, the most fundamental first. The first of them is a gate: if it fails, nothing
-else is worth looking at, and the others wait. Each check isolates one mechanism, on
-inputs that expose the likely mistake, and knows one sentence that names that mistake. Its
-docstring says what a right answer does, and is its line in the table:
-
-    @pool.check(
-        mistake="Blocks were taken one by one before it was known that there are too few.",
-        look="'Taking' above",
-    )
-    def refused(BlockPool):
-        """A refused take changes nothing."""
-        pool = BlockPool(3, 2)
-        expect(pool.take(4) is None and len(pool.take(3)) == 3, "3 blocks: take(4), then take(3)")
-
-`expect` is told what was asked, never what would have been right: no message holds an
-expected value. The truth comes from another code path than the solution's: brute force,
-fp64, plain Python, or the package's own module. To write an exercise, see exercises/README.md.
-'''
+`tasks.py` says what an exercise, a task and a check are.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import random
 import re
@@ -31,84 +13,27 @@ import signal
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from minillm.course.grading.exercises import load_all
+from minillm.course.grading.tasks import Check, Task, Wrong, margins
 
 PACKAGE = str(Path(__file__).resolve().parents[2])
 CHECK_SECONDS = 10.0  # of processor time; a right answer takes milliseconds
 RUNNING_NOTEBOOK = False  # set by the grader while it runs a submission's cells: it does the checking itself
 
 
-class Wrong(AssertionError):
-    """An expectation that did not hold; the message says what was asked."""
-
-
 class CheckFailed(AssertionError):
-    """Raised by `check` under CI (environment variable CI), where nobody reads what it prints."""
+    """Raised by `check` under CI (environment variable CI), where its output is not read."""
 
 
 class TimeLimit(BaseException):
     """Not an Exception, so that an `except Exception` inside an endless loop cannot swallow it."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One mechanism. `run` takes the answer and raises if it is wrong."""
-
-    name: str  # what a right answer does
-    run: Callable[[Any], None]
-    mistake: str  # one sentence: what probably went wrong
-    look: str  # which part of the notebook says more
-
-
-@dataclass(eq=False)
-class Task:
-    """What `check(name, answer)` looks at: one function or class that the learner writes."""
-
-    name: str
-    answer: str  # what it is called in the notebook
-    hints: tuple[str, str, str]  # from a nudge to nearly the code
-    checks: list[Check] = field(default_factory=list)
-
-    def check(self, mistake: str, look: str) -> Callable:
-        """Decorator: add a check, named by its docstring. The order of the file is the order of the table."""
-
-        def add(run: Callable[[Any], None]) -> Callable[[Any], None]:
-            says = run.__doc__.rstrip(".")
-            self.checks.append(Check(says[0].lower() + says[1:], run, mistake, look))
-            return run
-
-        return add
-
-
-@dataclass(frozen=True, eq=False)
-class Exercise:
-    """A notebook's worth of tasks."""
-
-    name: str  # "05_block_pool", the notebook's name
-    title: str
-    minutes: int
-    difficulty: int  # 1 to 3
-    chapter: str  # "04_paged_kv": the notebook behind which it belongs
-    tasks: tuple[Task, ...]
-
-    @property
-    def number(self) -> int:
-        return int(self.name[:2])
-
-    @property
-    def level(self) -> str:
-        return ("easy", "medium", "hard")[self.difficulty - 1]
-
-    @property
-    def facts(self) -> str:
-        """The line under the notebook's title."""
-        chapter = f"[notebook {self.chapter[:2]}](../notebooks/{self.chapter}.ipynb)"
-        return f"About {self.minutes} minutes · {self.level} · belongs behind {chapter}"
 
 
 @dataclass(frozen=True)
@@ -162,33 +87,9 @@ class Result:
         """Nothing: `check` has printed it."""
 
 
-def expect(condition: bool, asked: str) -> None:
-    """Raise Wrong unless `condition`. `asked` says on which input, and never what would have been right."""
-    if not condition:
-        raise Wrong(asked)
-
-
-_margin: list[float] = []  # of the check that runs
-
-
-def close(got: Any, want: Any, tolerance: float) -> bool:
-    """Whether two numbers, lists or tensors agree: same shape, finite, largest difference within `tolerance`.
-
-    The difference in tolerances is kept as the outcome's margin, so that a test can see how
-    far right answers stay inside and wrong ones outside.
-    """
-    got, want = (torch.as_tensor(x).to(torch.float64) for x in (got, want))
-    worst = math.inf
-    if got.shape == want.shape:
-        worst = float((got - want).abs().max()) / tolerance if got.numel() else 0.0
-        worst = math.inf if math.isnan(worst) else worst
-    _margin.append(worst)
-    return worst <= 1
-
-
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeLimit after so many seconds of processor time, where the system can (not on Windows)."""
+    """Raise TimeLimit after `seconds` of processor time, where the system can (not on Windows)."""
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -206,8 +107,8 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def run_check(check: Check, answer: Any, seconds: float = CHECK_SECONDS) -> Outcome:
-    """One check, whatever the answer does."""
-    _margin.clear()
+    """The outcome of one check; nothing that the answer raises escapes, but KeyboardInterrupt."""
+    margins.clear()
     random.seed(0)
     torch.manual_seed(0)
     message = f"{check.mistake} Look at {check.look}."
@@ -215,7 +116,7 @@ def run_check(check: Check, answer: Any, seconds: float = CHECK_SECONDS) -> Outc
         with time_limit(seconds):
             check.run(answer)
     except Wrong as wrong:
-        return Outcome(check.name, False, message, f"Asked: {wrong}", max(_margin, default=None))
+        return Outcome(check.name, False, message, f"Asked: {wrong}", max(margins, default=None))
     except NotImplementedError as error:
         return Outcome(check.name, False, NOT_WRITTEN, learners_traceback(error, check))
     except TimeLimit:
@@ -230,7 +131,7 @@ def run_check(check: Check, answer: Any, seconds: float = CHECK_SECONDS) -> Outc
         own = learners_frames(error, check)
         raised = f"Your code raised {type(error).__name__}, see below. If that does not help: " if own else ""
         return Outcome(check.name, False, raised + message, learners_traceback(error, check))
-    return Outcome(check.name, True, margin=max(_margin, default=None))
+    return Outcome(check.name, True, margin=max(margins, default=None))
 
 
 NOT_WRITTEN = (
@@ -257,7 +158,7 @@ def learners_traceback(error: BaseException, check: Check) -> str:
 
 
 def run_task(task: Task, answer: Any, seconds: float = CHECK_SECONDS) -> Iterator[Outcome]:
-    """The outcomes of a task's checks, one by one. Behind a first check that failed, the others wait."""
+    """The outcomes of a task's checks, one by one. After a first check that failed, the others wait."""
     gate_open = True
     for i, check in enumerate(task.checks):
         if not gate_open:
@@ -295,9 +196,7 @@ def hint(name: str, level: int = 1) -> None:
 
 def find_task(name: str) -> Task:
     """A task of any exercise by its name."""
-    from minillm.course.grading.exercises import load_all  # which imports this module
-
-    tasks: Sequence[Task] = [task for exercise in load_all() for task in exercise.tasks]
+    tasks = [task for exercise in load_all() for task in exercise.tasks]
     for task in tasks:
         if task.name == name:
             return task

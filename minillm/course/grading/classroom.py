@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from minillm.course.grading.checks import Exercise
 from minillm.course.grading.exercises import load_all
 from minillm.course.grading.notebook import NotANotebook, read
 from minillm.course.grading.runner import DEFAULT_LIMITS, Limits, Marks, grade_notebook, nothing
+from minillm.course.grading.tasks import Exercise
 from minillm.model.config import check_at_least
 
 

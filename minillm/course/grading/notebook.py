@@ -17,8 +17,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from minillm.course.grading.checks import Exercise, Task, TimeLimit, time_limit
+from minillm.course.grading.checks import TimeLimit, time_limit
 from minillm.course.grading.exercises import load_all
+from minillm.course.grading.tasks import Exercise, Task
 
 MAX_BYTES = 20_000_000
 DEMO = "demo"  # the tag of a cell that only shows something: the grader leaves it out, since it may run a model

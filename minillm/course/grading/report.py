@@ -9,9 +9,10 @@ import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
 
-from minillm.course.grading.checks import Exercise, Outcome
+from minillm.course.grading.checks import Outcome
 from minillm.course.grading.classroom import Learner
 from minillm.course.grading.exercises import find, load_all
+from minillm.course.grading.tasks import Exercise
 
 MARK = {True: ("ok", "passes"), False: ("no", "fails"), None: ("wait", "waits for the first check")}
 COLUMNS = {"exercise": "exercise", "points": "points", "out_of": "of", "percent": "%"}

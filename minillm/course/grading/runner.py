@@ -33,9 +33,10 @@ from typing import Any
 import torch
 
 from minillm.course.grading import checks
-from minillm.course.grading.checks import CHECK_SECONDS, Outcome, Task, run_task
+from minillm.course.grading.checks import CHECK_SECONDS, Outcome, run_task
 from minillm.course.grading.exercises import find, load_all
 from minillm.course.grading.notebook import Answers, Submission, find_answer, read, run_cells
+from minillm.course.grading.tasks import Task
 
 MAX_PRINTED = 1_000_000  # characters
 MAX_RESTARTS = 3

@@ -193,7 +193,7 @@ def draft_rounds(engine: Engine, watched: Watched, prompt: list[int], max_tokens
 
 
 def rounds_html(tokenizer, rounds: Sequence[DraftRound], shown: int) -> str:
-    """The answer after so many rounds, by who wrote what; of the last one, also what was rejected."""
+    """The answer after `shown` rounds: accepted drafts, the target's own tokens, and what the last round rejected."""
     parts, before = [], 0
     for number, entry in enumerate(rounds[:shown], start=1):
         kept, own = entry.tokens[: entry.accepted], entry.tokens[entry.accepted :]

@@ -1,13 +1,12 @@
-"""What a server does while it does it: a line in a terminal, an updating plot in a notebook.
+"""What a server or a long job does while it does it: a line in a terminal, a progress bar in a notebook.
 
-    with on_terminal("chat") as show:               # or on_page()
+    with on_terminal("chat") as show:
         play(engine, items, watch=Gauges(show))
 
     with ticking("knee"):                           # no engine to watch: a line that counts the seconds
         knee(setting)
 
-All are silent where nobody looks: a line only on a terminal, and in CI, or with TQDM_DISABLE
-set, a plot is drawn once, at the end.
+A line is written only on a terminal, a bar not in CI, and neither with TQDM_DISABLE set.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ EVERY_S = 0.25  # between two looks
 
 
 class Gauges:
-    """Call it with the engine after each step: now and then it reads the gauges, keeps them, and shows them.
+    """Call it with the engine after each step: now and then it reads the gauges and shows them.
 
     A reading: seconds since the first call, tokens given so far, tokens/s since the reading
     before, running, waiting, and the share of the cache that is held. The seconds are the
@@ -39,7 +38,7 @@ class Gauges:
 
     def __init__(self, show: Show, every_s: float = EVERY_S) -> None:
         self.show, self.every_s = show, every_s
-        self.readings: list[dict] = []
+        self.last: dict | None = None
         self.began: float | None = None
         self.looked = -float("inf")
 
@@ -48,16 +47,16 @@ class Gauges:
             return
         self.looked, now, stats = time.perf_counter(), engine.clock.now(), engine.stats()
         self.began = now if self.began is None else self.began
-        tokens, before = engine.records.totals["output_tokens"], self.readings[-1] if self.readings else None
+        tokens, before = engine.records.totals["output_tokens"], self.last
         seconds = now - self.began
         passed = seconds - before["seconds"] if before else 0.0
-        self.readings.append({
+        self.last = {
             "seconds": seconds, "tokens": tokens,
             "tokens_per_s": (tokens - before["tokens"]) / passed if passed > 0 else None,
             "running": stats.running, "waiting": stats.waiting,
             "kv_share": stats.blocks_live / (stats.blocks_live + stats.blocks_cached + stats.blocks_free),
-        })
-        self.show(self.readings[-1])
+        }
+        self.show(self.last)
 
 
 def line(reading: dict) -> str:
@@ -112,12 +111,12 @@ def ticking(label: str, every_s: float = 1.0) -> Iterator[None]:
 
 
 def watched() -> bool:
-    """Whether somebody looks while it runs."""
+    """Whether output is shown while it runs: not in CI, nor where bars are turned off."""
     return not (os.environ.get("CI") or os.environ.get("TQDM_DISABLE"))
 
 
 def bar(items: Sequence[Item], label: str) -> Iterable[Item]:
-    """The items, under a progress bar on a notebook's page; without one where nobody looks."""
+    """The items, under a progress bar on a notebook's page; without one in CI."""
     with progress(label, len(items)) as shown:
         for item in items:
             yield item
@@ -129,44 +128,3 @@ def progress(label: str, total: int):
     from tqdm.auto import tqdm as on_this_page  # imports ipywidgets in a notebook
 
     return on_this_page(total=total, desc=label, leave=False, disable=not watched())
-
-
-@contextmanager
-def on_page() -> Iterator[Show]:
-    """A plot in a notebook that grows as readings come: tokens/s, running and waiting, cache held."""
-    import matplotlib.pyplot as plt
-    from IPython.display import display
-
-    figure, axes = plt.subplots(3, 1, sharex=True, figsize=(7, 5), layout="constrained")
-    readings: list[dict] = []
-    handle = display(figure, display_id=True) if watched() else None
-
-    def show(reading: dict) -> None:
-        readings.append(reading)
-        if handle is not None:
-            draw(axes, readings)
-            handle.update(figure)
-
-    try:
-        yield show
-    finally:
-        draw(axes, readings)
-        if handle is None:
-            display(figure)
-        else:
-            handle.update(figure)
-        plt.close(figure)  # else the notebook shows it once more
-
-
-def draw(axes, readings: list[dict]) -> None:
-    """Readings as three panels over the seconds."""
-    panels = (("tokens/s", ("tokens_per_s",)), ("requests", ("running", "waiting")), ("cache held", ("kv_share",)))
-    for axis, (title, keys) in zip(axes, panels, strict=True):
-        axis.clear()
-        for key in keys:
-            known = [(reading["seconds"], reading[key]) for reading in readings if reading[key] is not None]
-            axis.plot([at for at, _ in known], [value for _, value in known], label=key)
-        axis.set_ylabel(title)
-        axis.set_ylim(bottom=0)
-    axes[1].legend(loc="upper right")
-    axes[-1].set_xlabel("seconds")

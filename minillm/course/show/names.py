@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import minillm
@@ -115,14 +115,10 @@ def _inside(found: object, parts: Sequence[str], here: str) -> object:
     return found or parts[-1]  # a field whose default is None or 0
 
 
-def names_table(chapter: int | None = None) -> str:
-    """The names as a Markdown table, of one chapter or of all."""
+def names_table() -> str:
+    """The names as a Markdown table, by chapter."""
     lines = ["| idea | here | chapter | vLLM | SGLang |", "|---|---|---|---|---|"]
-    return "\n".join([*lines, *_table_rows(chapter)])
-
-
-def _table_rows(chapter: int | None) -> Iterator[str]:
     for name in sorted(NAMES, key=lambda name: name.chapter):
-        if chapter in (None, name.chapter):
-            short = name.here.removeprefix("minillm.")
-            yield f"| {name.idea} | `{short}` | {name.chapter} | {name.vllm} | {name.sglang} |"
+        here = name.here.removeprefix("minillm.")
+        lines.append(f"| {name.idea} | `{here}` | {name.chapter} | {name.vllm} | {name.sglang} |")
+    return "\n".join(lines)

@@ -298,7 +298,7 @@ class PoolSnapshot:
 
     @property
     def wasted_tokens(self) -> int:
-        """Reserved for somebody, and empty."""
+        """Reserved by a request, and empty."""
         return self.reserved_tokens - self.used_tokens
 
 
@@ -332,7 +332,7 @@ def block_map(pools: Mapping[str, PoolSnapshot], title: str | None = None, colum
         keys = [Patch(color=COLOURS[0], label="holds tokens (number: request)"),
                 Patch(facecolor="white", edgecolor=COLOURS[0], hatch=HATCH, label="reserved, empty"),
                 Patch(facecolor="white", edgecolor="black", linewidth=2, label="shared by several"),
-                Patch(facecolor=LIGHT, edgecolor=GREY, hatch="..", label="cached, nobody's"),
+                Patch(facecolor=LIGHT, edgecolor=GREY, hatch="..", label="cached, held by no request"),
                 Patch(facecolor="white", edgecolor=LIGHT, label="free")]
         figure.legend(handles=keys, loc="outside lower center", ncols=5 if width > 8 else 3, fontsize=9)
     return figure
@@ -368,14 +368,14 @@ def _draw_block(ax: Axes, x: int, y: int, block: Block, block_size: int) -> None
 
 def curves(
     series: Mapping[str, tuple[Sequence[float], Sequence[float]]], title: str, x: str, y: str,
-    log_x: bool = False, log_y: bool = False, from_zero: bool = True,
+    log_x: bool = False, log_y: bool = False,
 ) -> Figure:
     """Lines by name, each with its own colour, marker and dash. `x` and `y` are labels with units."""
     with drawing() as (figure, axes):
         draw_curves(axes[0, 0], series, log_x, log_y)
         axes[0, 0].set(xlabel=x, ylabel=y)
         headline(figure, title)
-        if from_zero and not log_y:
+        if not log_y:
             axes[0, 0].set_ylim(bottom=0)
         clear_names(axes[0, 0])
     return figure
@@ -417,28 +417,26 @@ def clear_names(ax: Axes) -> None:
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-def cost_per_token(rows: Sequence[Mapping], title: str | None = None) -> Figure:
+def cost_per_token(rows: Sequence[Mapping]) -> Figure:
     """Rung 0 beside rung 1, from rows of `limits.cost_by_length`."""
     both = [row for row in rows if row["recompute_ms"] is not None]
     series = {
         "rung 0: compute the whole text again": _columns(both, "context_tokens", "recompute_ms"),
         "rung 1: keys and values are kept": _columns(rows, "context_tokens", "cached_ms"),
     }
-    if title is None:
-        first, last = both[0], both[-1]
-        grows, flat = (last[name] / first[name] for name in ("recompute_ms", "cached_ms"))
-        title = (f"Text {last['context_tokens'] / first['context_tokens']:,.0f} times as long: the next token costs "
-                 f"{grows:.1f} times as much without a cache, {flat:.2f} times with one")
+    first, last = both[0], both[-1]
+    grows, flat = (last[name] / first[name] for name in ("recompute_ms", "cached_ms"))
+    title = (f"Text {last['context_tokens'] / first['context_tokens']:,.0f} times as long: the next token costs "
+             f"{grows:.1f} times as much without a cache, {flat:.2f} times with one")
     return curves(series, title, "tokens of text so far", "ms for the next token", log_x=True, log_y=True)
 
 
-def tokens_per_s_curve(rows: Sequence[Mapping], title: str | None = None, at: int = 8) -> Figure:
+def tokens_per_s_curve(rows: Sequence[Mapping]) -> Figure:
     """Throughput and step time against the rows of a step, beside the roofline's, from rows of `batch_curve`."""
-    first, chosen = rows[0], next((row for row in rows if row["rows"] == at), rows[-1])
+    first, chosen = rows[0], next((row for row in rows if row["rows"] == 8), rows[-1])
     xs, speeds = _columns(rows, "rows", "tokens_per_s")
-    if title is None:
-        faster, longer = (chosen[name] / first[name] for name in ("tokens_per_s", "step_ms"))
-        title = f"{chosen['rows']} rows: {faster:.1f} times the tokens per second, a step {longer:.2f} times as long"
+    faster, longer = (chosen[name] / first[name] for name in ("tokens_per_s", "step_ms"))
+    title = f"{chosen['rows']} rows: {faster:.1f} times the tokens per second, a step {longer:.2f} times as long"
     free = [row * first["tokens_per_s"] / first["rows"] for row in xs]
     least_ms = _columns(rows, "rows", "least_ms")[1]
     limit = [1e3 * row / ms for row, ms in zip(xs, least_ms, strict=True)]
@@ -455,16 +453,14 @@ def tokens_per_s_curve(rows: Sequence[Mapping], title: str | None = None, at: in
     return figure
 
 
-def knee_curve(rows: Sequence[Mapping], title: str | None = None) -> Figure:
+def knee_curve(rows: Sequence[Mapping]) -> Figure:
     """Throughput against the gap between tokens, a point for each number of clients, from rows of `knee`."""
-    at = knee_of(rows)
-    if title is None:
-        last = rows[-1]
-        title = (
-            f"The knee lies at {at['clients']} clients: {last['clients']} make "
-            f"{last['tokens_per_s'] / at['tokens_per_s']:.2f} times its tokens, at "
-            f"{last['itl_p50_ms'] / at['itl_p50_ms']:.1f} times its gap between them"
-        )
+    at, last = knee_of(rows), rows[-1]
+    title = (
+        f"The knee lies at {at['clients']} clients: {last['clients']} make "
+        f"{last['tokens_per_s'] / at['tokens_per_s']:.2f} times its tokens, at "
+        f"{last['itl_p50_ms'] / at['itl_p50_ms']:.1f} times its gap between them"
+    )
     with drawing(size=(8, 4.5)) as (figure, axes):
         ax = axes[0, 0]
         draw_curves(ax, {"clients": _columns(rows, "tokens_per_s", "itl_p50_ms")})

@@ -23,15 +23,14 @@ from minillm.measure import metrics
 from minillm.measure.roofline import Ceilings
 
 
-def roofline(rows: Sequence[Mapping], limits: Ceilings, title: str | None = None) -> Figure:
+def roofline(rows: Sequence[Mapping], limits: Ceilings) -> Figure:
     """The two limits as one roof, and measured steps under it, from rows of `limits.roofline_steps`."""
     ridge = limits.flops_per_s / limits.bytes_per_s
     ends = [min(0.5 * rows[0]["flop_per_byte"], 0.1 * ridge), 4 * max(ridge, *(row["flop_per_byte"] for row in rows))]
     xs = [ends[0], ridge, ends[1]]
-    if title is None:
-        one, most = rows[0], max(rows, key=lambda row: row["flop_per_byte"])
-        title = (f"One decoded token uses {one['mbu']:.0%} of the bandwidth and {one['mfu']:.1%} of the matmul rate; "
-                 f"{most['kind']} of {most['tokens']} tokens {most['mbu']:.0%} and {most['mfu']:.0%}")
+    one, most = rows[0], max(rows, key=lambda row: row["flop_per_byte"])
+    title = (f"One decoded token uses {one['mbu']:.0%} of the bandwidth and {one['mfu']:.1%} of the matmul rate; "
+             f"{most['kind']} of {most['tokens']} tokens {most['mbu']:.0%} and {most['mfu']:.0%}")
     with drawing(size=(9, 4.8)) as (figure, axes):
         ax = axes[0, 0]
         roof = [min(x * limits.bytes_per_s, limits.flops_per_s) / 1e9 for x in xs]
@@ -61,13 +60,12 @@ def roofline(rows: Sequence[Mapping], limits: Ceilings, title: str | None = None
 # -- one run, over time ---------------------------------------------------------------------------
 
 
-def request_lives(records: Records, title: str | None = None) -> Figure:
+def request_lives(records: Records) -> Figure:
     """Each request as a bar from arrival to finish: waiting hatched, prompt dark, answer in colour."""
     ordered = sorted(records.requests, key=lambda record: (record.arrival, record.first_scheduled))
-    if title is None:
-        waits = [record.first_scheduled - record.arrival for record in ordered]
-        share = sum(waits) / sum(record.first_token - record.arrival for record in ordered)
-        title = f"{share:.0%} of all time to first token is waiting in the queue; the longest wait {max(waits):.2g} s"
+    waits = [record.first_scheduled - record.arrival for record in ordered]
+    share = sum(waits) / sum(record.first_token - record.arrival for record in ordered)
+    title = f"{share:.0%} of all time to first token is waiting in the queue; the longest wait {max(waits):.2g} s"
     began = records.began
     with drawing(size=(9.5, min(6.5, 1.8 + 0.14 * len(ordered)))) as (figure, axes):
         ax = axes[0, 0]
@@ -88,10 +86,10 @@ def request_lives(records: Records, title: str | None = None) -> Figure:
     return figure
 
 
-def over_time(runs: Mapping[str, Records], title: str | None = None, at: float | None = None) -> Figure:
+def over_time(runs: Mapping[str, Records], title: str | None = None) -> Figure:
     """Rows of the step, its duration, requests waiting, and the share of the cache that is held, one column a run.
 
-    at: a moment to mark. Needs records="all".
+    Needs records="all".
     """
     if title is None:
         parts = [f"{metrics.batch(records)['mean_rows']:.1f} rows on average, "
@@ -108,8 +106,6 @@ def over_time(runs: Mapping[str, Records], title: str | None = None, at: float |
                 times, heights = over_moments(records.steps, value)
                 ax.fill_between([moment - records.began for moment in times], heights, step="post",
                                 color=plots.colour(line + 1), linewidth=0)
-                if at is not None:
-                    ax.axvline(at, color="black", linestyle=":", linewidth=1)
             first = axes[line, 0]
             first.set(ylabel=label, ylim=(0, 1 if value is cache_share else max(1, 1.08 * most)))
             first.yaxis.set_major_locator(MaxNLocator(4, integer=value is not cache_share))
@@ -157,13 +153,12 @@ def cache_share(step: StepRecord) -> float:
     return step.blocks_live / (step.blocks_live + step.blocks_cached + step.blocks_free)
 
 
-def presence(records: Records, title: str | None = None) -> Figure:
+def presence(records: Records) -> Figure:
     """How many requests were in the system, over time; the area is the time that all of them spent there."""
     law = littles_law(lives(records))
     steps = number_present(lives(records))
-    if title is None:
-        title = (f"{law['rate_per_s']:.3g} requests a second, each staying {law['mean_stay_s']:.3g} s: "
-                 f"{law['mean_present']:.3g} are present on average")
+    title = (f"{law['rate_per_s']:.3g} requests a second, each staying {law['mean_stay_s']:.3g} s: "
+             f"{law['mean_present']:.3g} are present on average")
     with drawing(size=(9, 3.6)) as (figure, axes):
         ax = axes[0, 0]
         times, present = [moment - steps[0][0] for moment, _ in steps], [number for _, number in steps]
@@ -179,15 +174,14 @@ def presence(records: Records, title: str | None = None) -> Figure:
 # -- latencies ------------------------------------------------------------------------------------
 
 
-def latency_distributions(runs: Mapping[str, Sequence[RequestRecord]], title: str | None = None) -> Figure:
+def latency_distributions(runs: Mapping[str, Sequence[RequestRecord]]) -> Figure:
     """TTFT and the gaps between steps: for each length of time, the share of values that are no longer.
 
     A mark stands at each p50, and at each p99 that is more than the highest value.
     """
-    if title is None:
-        tails = {name: metrics.latencies(requests)["ttft_s"] for name, requests in runs.items()}
-        title = "Time to first token, p50 and p90:  " + ";  ".join(
-            f"{name}: {found['p50']:.2g} and {found['p90']:.2g} s" for name, found in tails.items())
+    tails = {name: metrics.latencies(requests)["ttft_s"] for name, requests in runs.items()}
+    title = "Time to first token, p50 and p90:  " + ";  ".join(
+        f"{name}: {found['p50']:.2g} and {found['p90']:.2g} s" for name, found in tails.items())
     with drawing(1, 2, size=(10, 4.4), sharey=True) as (figure, axes):
         for number, (name, requests) in enumerate(runs.items(), start=1):
             first = [record.first_token - record.arrival for record in requests]

@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 from functools import cache
 
-from minillm.course.grading.checks import Exercise
+from minillm.course.grading.tasks import Exercise
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from minillm.course.grading.checks import Exercise, Task, expect
+from minillm.course.grading.tasks import Exercise, Task, expect
 from minillm.ladder.quantized import kv_bytes_per_token as packages_kv_bytes
 from minillm.load.weights import tensor_shapes
 from minillm.measure.capacity import capacity

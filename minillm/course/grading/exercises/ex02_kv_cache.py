@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from minillm.course.grading.checks import Exercise, Task, close, expect
+from minillm.course.grading.tasks import Exercise, Task, close, expect
 from minillm.ladder.decode import SequenceCache, decode_recomputing
 from minillm.load.weights import RandomTensors
 from minillm.model.config import ModelConfig

@@ -6,7 +6,7 @@ import random
 from functools import cache
 
 from minillm.course.experiments.common import count
-from minillm.course.grading.checks import Exercise, Task, expect
+from minillm.course.grading.tasks import Exercise, Task, expect
 from minillm.ladder.records import StepRecord
 from minillm.measure.workload import WorkItem
 from minillm.model.config import ModelConfig

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from minillm.course.grading.checks import Exercise, Task, expect
+from minillm.course.grading.tasks import Exercise, Task, expect
 from minillm.ladder import continuous
 from minillm.ladder import request as request_module
 from minillm.ladder.paged import BlockPool, Paged

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from minillm.course.grading.checks import Exercise, Task, expect
+from minillm.course.grading.tasks import Exercise, Task, expect
 from minillm.ladder import paged
 
 pool = Task(

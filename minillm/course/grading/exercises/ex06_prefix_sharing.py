@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
-from minillm.course.grading.checks import Exercise, Task, expect
+from minillm.course.grading.tasks import Exercise, Task, expect
 
 SIZE = 4
 A = [1, 2, 3, 4, 5, 6, 7, 8]  # two blocks

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from minillm.course.grading.checks import Exercise, Task, close, expect
+from minillm.course.grading.tasks import Exercise, Task, close, expect
 
 TOLERANCE = 1e-4
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minillm.course.grading.checks import Exercise, Task, close, expect
+from minillm.course.grading.tasks import Exercise, Task, close, expect
 
 TOLERANCE = 1e-4
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from minillm.course.grading.checks import Exercise, Task, close, expect
+from minillm.course.grading.tasks import Exercise, Task, close, expect
 from minillm.ladder.records import RequestRecord
 from minillm.measure import metrics
 

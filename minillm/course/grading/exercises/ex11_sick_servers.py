@@ -6,8 +6,8 @@ time, on loads whose seeds the notebook does not show.
 
 from __future__ import annotations
 
-from minillm.course.grading.checks import Exercise, Task, expect
 from minillm.course.grading.servers import SERVERS, TREATMENTS, complaint, examine
+from minillm.course.grading.tasks import Exercise, Task, expect
 
 SEEDS = (11, 12)
 CURED = 0.7  # of the complaint, at most, is left

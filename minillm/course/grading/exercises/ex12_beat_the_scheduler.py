@@ -6,8 +6,8 @@ seeds the notebook does not show. The scheduler underneath is the package's own.
 
 from __future__ import annotations
 
-from minillm.course.grading.checks import Exercise, Task, expect
 from minillm.course.grading.queueing import Prompt, given, load, rush, serve
+from minillm.course.grading.tasks import Exercise, Task, expect
 
 SEEDS = (4, 7, 21)
 LOWER = 0.75  # p99 of the learner's order over that of first come, first served
