@@ -9,8 +9,9 @@ from tiny import tiny_config, tiny_model
 
 from minillm.cli import main
 from minillm.course.experiments import ladder as rungs
+from minillm.guard.inputs import RequestError
 from minillm.ladder.decode import NoCache
-from minillm.ladder.request import RequestError
+from minillm.load.config import PRESETS
 from minillm.load.weights import load_model
 from minillm.measure import bench as bench_module
 from minillm.measure import client
@@ -20,7 +21,6 @@ from minillm.measure.measurement import Measurement, device_name
 from minillm.measure.reference import load_reference
 from minillm.measure.roofline import Ceilings, StepShape, least_work
 from minillm.measure.workload import WorkItem, make_workload
-from minillm.model.config import PRESETS
 
 CEILINGS = Ceilings(1e11, 1e13)  # more than any CPU reaches
 SHAPES = {

@@ -6,8 +6,8 @@ from tiny import tiny_model
 
 from minillm import Engine, ModelConfig
 from minillm.fast import budget, graphs
-from minillm.fast.budget import CPU_BYTES, SHARE, default_kv_memory, refuse_too_much, reserved_bytes
 from minillm.fast.graphs import MOST_TOKENS, graph_sizes, wants_graphs
+from minillm.fast.memory import CPU_BYTES, SHARE, default_kv_memory, refuse_too_much, reserved_bytes
 from minillm.load import weights
 
 GB = 10**9

@@ -29,11 +29,11 @@ from parity import (
 from tiny import SHAPES
 
 from minillm.fast import linear
-from minillm.fast.linear import Linear, PackedLinear, can_pack, make_linear
+from minillm.fast.packed import PackedLinear, can_pack, make_linear
 from minillm.ladder.decode import NoCache, decode_cached
+from minillm.load.config import ModelConfig
 from minillm.load.weights import load_model
-from minillm.model.config import ModelConfig
-from minillm.model.llama import Llama
+from minillm.model.llama import Linear, Llama
 
 FP32 = 1e-4  # tiny models: 1e-5 seen, at logits up to 7
 SMOLLM2 = 1e-5  # of the largest logit: 3e-6 seen, which is 1e-4 at logits up to 40

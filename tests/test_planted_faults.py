@@ -14,10 +14,10 @@ from parity import Twins, assert_same_tokens, greedy_reference, logits_of, rando
 from serving import Watch, check_positions, make_engine, serve
 from toy_files import interleaved
 
+from minillm.fast.attention import FastAttention
 from minillm.ladder import attention
-from minillm.ladder.attention import StepAttention
+from minillm.ladder.attention import KVStorage
 from minillm.ladder.decode import SequenceCache, decode_cached
-from minillm.ladder.quantized import KVStorage
 from minillm.ladder.request import SamplingParams
 from minillm.load.gguf_file import unpermute
 from minillm.model.llama import Llama, inverse_frequencies
@@ -183,13 +183,13 @@ def test_keys_unpermuted_by_the_wrong_head_count_show_only_where_the_counts_diff
 
 def test_positions_that_are_all_shifted_change_no_token_and_only_the_check_of_positions_sees_it(monkeypatch):
     """Trap 2: RoPE knows distances only."""
-    make = StepAttention.__init__
+    make = FastAttention.__init__
 
     def shifted(step, *arguments):
         make(step, *arguments)
         step.positions = step.positions + 7
 
-    monkeypatch.setattr(StepAttention, "__init__", shifted)
+    monkeypatch.setattr(FastAttention, "__init__", shifted)
     pair = twins("t8-2")
     rung_4(pair)  # passes
     engine = make_engine(pair.ours)

@@ -8,6 +8,7 @@ from tiny import SHAPES, random_tensors, tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
 from minillm.ladder.quantized import kv_bytes_per_token
+from minillm.load.config import ModelConfig
 from minillm.measure.roofline import (
     Ceilings,
     StepShape,
@@ -19,7 +20,6 @@ from minillm.measure.roofline import (
     read_numbers,
     weight_numbers,
 )
-from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 
 FAMILIES = {

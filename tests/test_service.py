@@ -11,11 +11,11 @@ from tiny import tiny_config, tiny_model
 from minillm.course import diagnose
 from minillm.course.experiments import service
 from minillm.course.show import names, service_plots
+from minillm.load.config import ModelConfig
 from minillm.measure import fleet, metrics
 from minillm.measure.roofline import Ceilings, StepWork, least_work, read_numbers
 from minillm.measure.virtual import CostModel, shape_of, virtual_engine
 from minillm.measure.workload import WorkItem
-from minillm.model.config import ModelConfig
 
 VOCABULARY = 10_000  # random prompts draw ids below this
 LIMITS = Ceilings(bytes_per_s=1e15, flops_per_s=1e15)  # no tiny step comes near

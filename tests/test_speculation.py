@@ -75,7 +75,7 @@ def test_drafts_are_counted_by_their_place_in_the_round():
     counted = Counted(ReplayProposer(right, lambda i: i % 4 != 2), 4)
     counted.proposer.prepare(tiny_model().config, 1, 16)
     request = SimpleNamespace(prompt_ids=[5], num_output=0)
-    row = SimpleNamespace(request=request, due=True, num_drafts=4, drafts=[], start=0, end=1)
+    row = SimpleNamespace(request=request, samples=True, num_drafts=4, drafts=[], start=0, end=1)
     counted.proposer.propose([row])
     for _ in range(3):
         counted.observe([row], [verify_greedy([9] * 5, row.drafts)], seconds=0.1)

@@ -7,7 +7,7 @@ import torch
 from tiny import random_tensors, tiny_config, tiny_model
 
 from minillm import Engine, SamplingParams, quantize_weights
-from minillm.fast.linear import (
+from minillm.fast.weight_formats import (
     WEIGHT_FORMATS,
     WEIGHT_GROUP,
     Int4Linear,
@@ -18,7 +18,7 @@ from minillm.fast.linear import (
     int8_weight,
 )
 from minillm.ladder.decode import NoCache
-from minillm.model.codes import even_group
+from minillm.ladder.quantized import even_group
 from minillm.model.llama import Llama
 
 BF16 = 2.0**-8  # a bf16 number is off by at most 2**-9 of itself; here twice: the activation, and the output

@@ -15,11 +15,11 @@ from toy_files import byte_level_tokenizer, hf_config, interleaved, write_direct
 
 from minillm.ladder.decode import NoCache, decode_cached
 from minillm.load import source, weights
+from minillm.load.config import PRESETS, ModelConfig
 from minillm.load.gguf_file import GGUFFile, convert, unpermute
 from minillm.load.source import ModelNotFound, cache_directory, fetch, locate
 from minillm.load.tokenizer import load_tokenizer
 from minillm.load.weights import RandomTensors, SafetensorsDirectory, load_model, tensor_shapes
-from minillm.model.config import PRESETS, ModelConfig
 from minillm.model.llama import Llama, inverse_frequencies
 
 GQA_SHAPES = {**SHAPES, "t8-4": dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=4, head_dim=8)}

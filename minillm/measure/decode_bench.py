@@ -16,7 +16,7 @@ import torch
 
 from minillm.course.experiments.chapters import measured
 from minillm.course.setting import Progress, Setting, silent
-from minillm.ladder.engine import Engine
+from minillm.fast.engine import Engine
 from minillm.ladder.quantized import kv_bytes_per_token, native_format
 from minillm.ladder.request import SamplingParams
 from minillm.load.weights import load_model

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from minillm.ladder.attention import RowSpan, StepAttention
-from minillm.ladder.engine import Engine
-from minillm.ladder.quantized import KVStorage
+from minillm.fast.attention import FastAttention
+from minillm.fast.engine import Engine
+from minillm.ladder.attention import KVStorage, RowSpan
 from minillm.ladder.request import SamplingParams
 
 # The end of the text, which is never measured. As long as the longest context that is: rotary positions turn slow
@@ -97,7 +97,7 @@ def _document_losses(model, document: Tensor, storage: KVStorage, chunk: int) ->
     for start in range(0, len(document) - 1, chunk):
         tokens = document[start : start + chunk + 1]  # [N + 1]: the last is only predicted
         span = RowSpan(start, len(tokens) - 1, [0])  # one block that is as long as the text
-        cache = StepAttention(storage, [span], len(document), 0, config.query_group, model.dtype)
+        cache = FastAttention(storage, [span], len(document), 0, config.query_group, model.dtype)
         logits = model.forward(tokens[:-1], cache.positions.to(model.device), cache).float()  # [N, V]
         parts.append((F.cross_entropy(logits, tokens[1:], reduction="none").cpu(), logits.argmax(-1).cpu()))
     nats, first_choice = (torch.cat(part) for part in zip(*parts, strict=True))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from minillm.load.config import ModelConfig
 from minillm.load.source import locate
 from minillm.load.weights import RANDOM, RandomTensors
-from minillm.model.config import ModelConfig
 
 
 def load_reference(name: str, model):

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from minillm.ladder.engine import Engine
+from minillm.fast.engine import Engine
+from minillm.guard.inputs import check_at_least, check_positive
 from minillm.ladder.records import RequestRecord
+from minillm.load.config import ModelConfig
 from minillm.measure import fleet, metrics
 from minillm.measure.capacity import GB, capacity
 from minillm.measure.virtual import DEVICES, CostModel, VirtualProposer, virtual_engine
 from minillm.measure.workload import WorkItem, make_workload, numbered_ids, play, worked_example
-from minillm.model.config import ModelConfig, check_at_least, check_positive
 
 # -- any workload ---------------------------------------------------------------------------------
 

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from minillm.fast.engine import Engine
 from minillm.ladder.continuous import Row
-from minillm.ladder.engine import Engine
 from minillm.ladder.request import SamplingParams
 from minillm.ladder.speculative import Speculator
-from minillm.model.elementwise import rms_norm
+from minillm.model.llama import rms_norm
 
 # Prompts are every form with every topic: our own words, and none of those that anything is measured on.
 FORMS = (

@@ -10,11 +10,11 @@ from minillm.course.experiments import chapters
 from minillm.course.setting import Setting
 from minillm.ladder.quantized import kv_bytes_per_token, native_format
 from minillm.ladder.records import Records
+from minillm.load.config import ModelConfig
 from minillm.measure import metrics
 from minillm.measure.measurement import EXACT, Measurement, Spread, provenance
 from minillm.measure.roofline import StepShape
 from minillm.measure.workload import WorkItem, articles_static, chat, lognormal
-from minillm.model.config import ModelConfig
 
 COUNTED_SHAPE = "smollm2-135m"  # any will do: nothing is computed
 

@@ -12,16 +12,16 @@ from statistics import mean, median, pstdev
 import numpy as np
 import torch
 
+from minillm.fast.engine import Engine
 from minillm.ladder.continuous import StepPlan
 from minillm.ladder.decode import NoCache, SequenceCache
-from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import kv_bytes_per_token, native_format
 from minillm.ladder.records import Records, RequestRecord
 from minillm.ladder.request import SamplingParams
+from minillm.load.config import ModelConfig
 from minillm.measure import metrics
 from minillm.measure.measurement import Measurement, Spread, provenance, time_seconds
 from minillm.measure.workload import WorkItem, lognormal, play, random_ids
-from minillm.model.config import ModelConfig
 
 
 def measured(experiment: str, model, name: str, rows: list[dict], spread: Spread, seed: int = 0) -> Measurement:
@@ -42,7 +42,7 @@ class NoForward:
         self.config = config
 
     def run(self, plan: StepPlan) -> list[list[int]]:
-        return [[0] for row in plan.rows if row.due]
+        return [[0] for row in plan.rows if row.samples]
 
 
 def serve(model, items: Sequence[WorkItem], **settings) -> Records:

@@ -21,15 +21,16 @@ from minillm.course.experiments.key_errors import (
 from minillm.course.experiments.ladder import agreement, first_divergence
 from minillm.course.prompts import CHAT_PROMPTS
 from minillm.course.setting import Setting
-from minillm.fast.linear import WEIGHT_FORMATS, quantize_weights
-from minillm.ladder.engine import Engine
+from minillm.extras.key_scaling import ChannelScaling
+from minillm.fast.engine import Engine
+from minillm.fast.weight_formats import WEIGHT_FORMATS, quantize_weights
+from minillm.ladder.attention import KVStorage
 from minillm.ladder.quantized import (
-    ChannelScaling,
     KeyTransform,
-    KVStorage,
     Rotation,
     default_transform,
     kv_bytes_per_token,
+    kv_storage,
     native_format,
 )
 from minillm.ladder.records import Records
@@ -259,7 +260,7 @@ def weight_quality(setting: Setting) -> Measurement:
     rows, reference = [], None
     for weight_format in setting.each("weight formats", (None, *WEIGHT_FORMATS)):
         model = quantize_weights(plain, weight_format) if weight_format else plain
-        storage_for = partial(KVStorage, model.config, REFERENCE_FORMAT, device=model.device)
+        storage_for = partial(kv_storage, model.config, REFERENCE_FORMAT, device=model.device)
         got = answers(setting, model, task, storage_for, kv_format=REFERENCE_FORMAT)
         reference = reference or got
         rows.append({
@@ -348,7 +349,7 @@ def concurrency_row(config, kv_format: str, memory: int, records: Records) -> di
 
 def make_storage(model, scheme: Scheme, transform: KeyTransform | None, slots: int) -> KVStorage:
     """An empty store of the scheme, with so many slots."""
-    storage = KVStorage(model.config, scheme.kv_format, slots, model.device, transform)
+    storage = kv_storage(model.config, scheme.kv_format, slots, model.device, transform)
     if not scheme.served:
         storage.keys = PerChannelKeys(storage)
     return storage

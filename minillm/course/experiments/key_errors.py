@@ -14,9 +14,17 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from minillm.extras.key_scaling import ChannelScaling
+from minillm.ladder.attention import KVStorage
 from minillm.ladder.decode import NoCache
-from minillm.ladder.quantized import INT4_GROUP, ChannelScaling, KeyTransform, KVStorage, Rotation
-from minillm.model.codes import even_group, int4_decode, int4_encode
+from minillm.ladder.quantized import (
+    INT4_GROUP,
+    KeyTransform,
+    Rotation,
+    even_group,
+    int4_decode,
+    int4_encode,
+)
 
 TOKEN_BLOCK = 32  # tokens that share a scale where keys are stored per channel
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from minillm.course.experiments import chapters
 from minillm.course.experiments.service import percentiles
 from minillm.course.setting import Setting
-from minillm.ladder.engine import Engine
+from minillm.fast.engine import Engine
 from minillm.measure import metrics
 from minillm.measure.measurement import Measurement, Spread
 from minillm.measure.workload import lognormal, play

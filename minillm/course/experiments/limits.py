@@ -12,7 +12,7 @@ import torch
 
 from minillm.course.experiments import chapters
 from minillm.course.setting import Setting
-from minillm.ladder.engine import Engine
+from minillm.fast.engine import Engine
 from minillm.ladder.quantized import native_format
 from minillm.ladder.request import SamplingParams
 from minillm.measure.measurement import Measurement, Spread, time_seconds

@@ -7,11 +7,11 @@ from dataclasses import replace
 from minillm.course.experiments import chapters, traffic
 from minillm.course.experiments.service import percentiles, under_load
 from minillm.course.setting import Setting
-from minillm.ladder.quantized import KVStorage, kv_bytes_per_token, native_format
+from minillm.ladder.quantized import kv_bytes_per_token, kv_storage, native_format
+from minillm.load.config import PRESETS, ModelConfig
 from minillm.measure.capacity import GB, capacity
 from minillm.measure.measurement import EXACT, Measurement, provenance
 from minillm.measure.workload import chat, lognormal, shared_prefix
-from minillm.model.config import PRESETS, ModelConfig
 
 BLOCK = 16  # tokens
 
@@ -41,7 +41,7 @@ def token_row(name: str, config: ModelConfig) -> dict:
     return {
         "model": name, "kv_format": "bf16", "layers": config.num_hidden_layers, "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads, "head_dim": config.head_dim, "formula_bytes": formula,
-        "stored_bytes": KVStorage(config, "bf16", BLOCK).nbytes // BLOCK,
+        "stored_bytes": kv_storage(config, "bf16", BLOCK).nbytes // BLOCK,
         "times_without_gqa": kv_bytes_per_token(ungrouped, "bf16") / kv_bytes_per_token(config, "bf16"),
     }
 

@@ -6,11 +6,11 @@ import time
 import tracemalloc
 
 from minillm.course.experiments.chapters import NoForward
-from minillm.ladder.engine import Engine
+from minillm.fast.engine import Engine
 from minillm.ladder.request import SamplingParams
+from minillm.load.config import ModelConfig
 from minillm.measure.measurement import Measurement, Spread, provenance
 from minillm.measure.simulation import Service, simulate
-from minillm.model.config import ModelConfig
 
 PRESET = "smollm2-135m"
 ANSWER = SamplingParams(max_tokens=64, ignore_eos=True)

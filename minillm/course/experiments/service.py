@@ -9,9 +9,10 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from minillm.course.experiments import chapters
-from minillm.ladder.engine import Engine
+from minillm.fast.engine import Engine
 from minillm.ladder.quantized import kv_bytes_per_token, native_format
 from minillm.ladder.records import Records
+from minillm.load.config import ModelConfig
 from minillm.load.weights import RandomTensors
 from minillm.measure import metrics
 from minillm.measure.fleet import Router, least_loaded, run_until, serve
@@ -19,7 +20,6 @@ from minillm.measure.measurement import Measurement, Spread, time_seconds
 from minillm.measure.roofline import Ceilings, StepShape, StepWork, least_work
 from minillm.measure.virtual import CostModel, shape_of, virtual_engine
 from minillm.measure.workload import WorkItem, chat, play, random_ids, worked_example
-from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 
 # -- 00: the machine ------------------------------------------------------------------------------

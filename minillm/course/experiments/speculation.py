@@ -20,16 +20,16 @@ from minillm.course.experiments.ladder import compare
 from minillm.course.prompts import CHAT_PROMPTS, COPY_PROMPTS
 from minillm.course.setting import Setting
 from minillm.extras.drafter import WEIGHTS, DrafterProposer, fits, load_drafter, read_card
+from minillm.fast.engine import Engine
 from minillm.ladder.continuous import Row
-from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import native_format
 from minillm.ladder.records import Records, accepted_drafts
 from minillm.ladder.request import SamplingParams
 from minillm.ladder.sampling import uniform
 from minillm.ladder.speculative import NgramProposer, Proposer, Speculator, verify_sampled
+from minillm.load.config import ModelConfig
 from minillm.measure import metrics
 from minillm.measure.measurement import Measurement, Spread, provenance
-from minillm.model.config import ModelConfig
 
 ADAPTIVE = 8  # the most drafts that the adaptive length may choose
 USUAL = 4  # the draft length at which batches are compared
@@ -47,7 +47,7 @@ class Run:
     @property
     def steps(self) -> list:
         """Those in which the whole batch decodes, and nothing else happens."""
-        return [s for s in self.records.steps if s.due_rows == s.rows == self.batch and not s.prompt_tokens]
+        return [s for s in self.records.steps if s.sampled_rows == s.rows == self.batch and not s.prompt_tokens]
 
     @property
     def tokens_per_s(self) -> float:
@@ -81,7 +81,7 @@ class Counted(Speculator):
 
     def observe(self, rows: Sequence[Row], outputs: Sequence[Sequence[int]], seconds: float) -> None:
         """Count a step's drafts; then learn from it as ever."""
-        for row, output in zip([row for row in rows if row.due], outputs, strict=True):
+        for row, output in zip([row for row in rows if row.samples], outputs, strict=True):
             accepted = accepted_drafts(row.drafts, output)
             for place in range(min(len(row.drafts), accepted + 1)):
                 self.tried[place] += 1

@@ -13,15 +13,15 @@ from dataclasses import replace
 from minillm.course.experiments import service
 from minillm.course.experiments.service import in_ms, percentiles
 from minillm.course.setting import Setting
-from minillm.ladder.engine import Engine
+from minillm.fast.engine import Engine
 from minillm.ladder.records import Records, RequestRecord
+from minillm.load.config import ModelConfig
 from minillm.measure import fleet, metrics
 from minillm.measure.capacity import GB, capacity
 from minillm.measure.measurement import VIRTUAL, Measurement, provenance
 from minillm.measure.simulation import collector_off, worked_example_rows
 from minillm.measure.virtual import DEVICES, CostModel, VirtualProposer, virtual_engine
 from minillm.measure.workload import WorkItem, chat, lognormal, play, shared_prefix
-from minillm.model.config import ModelConfig
 
 MODEL, DEVICE = "llama-3-8b", "a100-80gb"
 PRICE = 2.9  # an hour of the device, in dollars: what the articles' costs imply

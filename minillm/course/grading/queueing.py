@@ -12,13 +12,13 @@ from functools import cache
 
 import numpy as np
 
+from minillm.fast.engine import Engine
 from minillm.ladder.continuous import Scheduler, StepPlan
-from minillm.ladder.engine import Engine
 from minillm.ladder.request import Request
+from minillm.load.config import ModelConfig
 from minillm.measure import metrics
 from minillm.measure.virtual import CostModel, virtual_engine
 from minillm.measure.workload import WorkItem, play
-from minillm.model.config import ModelConfig
 
 STEP_TOKENS = 512  # the budget of a step: first one token for each row that decodes, the rest for prompts
 

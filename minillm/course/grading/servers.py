@@ -11,12 +11,12 @@ from functools import cache
 
 import numpy as np
 
-from minillm.ladder.engine import Engine
+from minillm.fast.engine import Engine
 from minillm.ladder.records import Records, RequestRecord
+from minillm.load.config import ModelConfig
 from minillm.measure import fleet, metrics
 from minillm.measure.virtual import CostModel, virtual_engine
 from minillm.measure.workload import WorkItem
-from minillm.model.config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from minillm.course.grading.checks import Exercise, Task, close, expect
 from minillm.ladder.decode import SequenceCache, decode_recomputing
+from minillm.load.config import ModelConfig
 from minillm.load.weights import RandomTensors
-from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 
 TOLERANCE = 1e-4  # of attention's outputs, which are about 1; other orders of summing differ by 1e-6
