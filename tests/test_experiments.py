@@ -20,6 +20,7 @@ from minillm.course.setting import Setting
 from minillm.course.show.plots import knee_curve
 from minillm.course.show.recorded import heading
 from minillm.course.verdicts import CONDITION, HOLDS
+from minillm.fast.packed import weight_bytes
 from minillm.measure.measurement import EXACT, VIRTUAL, Measurement, MeasurementError, measurement_path
 from minillm.measure.roofline import Ceilings
 
@@ -203,7 +204,7 @@ def test_measuring_the_knee_draws_it_beside_the_file(tmp_path, capsys, smollm2_d
 def test_fewer_layers_read_fewer_bytes_and_share_the_weights():
     model = tiny_model()
     half = limits.first_layers(model, 1)
-    per_layer = sum(linear.weight_bytes for linear in model.layers[0].linears)
+    per_layer = sum(weight_bytes(getattr(model.layers[0], name)) for name in model.layers[0].LINEARS)
     assert model.weight_bytes - half.weight_bytes == per_layer and half.layers[0] is model.layers[0]
     assert model.config.num_hidden_layers == 2 == len(model.layers), "the model itself keeps them all"
 

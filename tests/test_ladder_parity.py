@@ -28,8 +28,8 @@ from serving import ManualClock, Watch, check_positions, make_engine, run_to_end
 
 from minillm.ladder.decode import decode_cached, decode_recomputing
 from minillm.ladder.request import SamplingParams
-from minillm.ladder.sampling import greedy
-from minillm.model.llama import Llama
+from minillm.ladder.sampling import sample
+from minillm.load.weights import make_model
 
 KV_FORMATS = ("fp32",)  # those that must give the very same tokens
 BLOCK = 4
@@ -281,10 +281,10 @@ def test_logits_are_the_same_alone_in_a_batch_and_on_other_threads_up_to_roundin
 
 def test_among_equal_logits_the_lowest_id_wins():
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0], [3.0, 3.0, 3.0, 3.0], [0.0, 0.0, 0.0, 5.0]])
-    assert greedy(logits).tolist() == [1, 0, 3]
+    assert sample(logits, [SamplingParams()] * 3, [0] * 3, [0] * 3).tolist() == [1, 0, 3]
     wide = torch.zeros(3, 50_000)  # wide enough for a reduction in several parts
     wide[:, [5, 96, 40_000]] = 1.0
-    assert greedy(wide).tolist() == [5, 5, 5]
+    assert sample(wide, [SamplingParams()] * 3, [0] * 3, [0] * 3).tolist() == [5, 5, 5]
 
 
 @pytest.mark.parametrize("packed", ["auto", False], ids=["packed", "plain"])
@@ -295,7 +295,7 @@ def test_two_equal_embedding_rows_tie_and_the_lower_id_is_said(packed, monkeypat
     embedding = tensors["model.embed_tokens.weight"]
     embedding[5] *= 2
     embedding[96] = embedding[5]
-    model = Llama(ours.config, tensors, packed=packed)
+    model = make_model(ours.config, tensors, packed=packed)
     engine = make_engine(model, max_batch=5)
     watch = Watch(monkeypatch, model)
     texts = serve(engine, [random_ids(6, seed=70 + i) for i in range(5)], SamplingParams(max_tokens=LONGEST_OUTPUT))

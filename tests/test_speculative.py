@@ -25,7 +25,7 @@ from minillm.ladder.continuous import Row, StepPlan
 from minillm.ladder.decode import NoCache, decode_cached
 from minillm.ladder.sampling import probabilities
 from minillm.ladder.speculative import NgramIndex, NgramProposer, Speculator, verify_greedy, verify_sampled
-from minillm.model.llama import Llama
+from minillm.load.weights import make_model
 
 TARGET, OTHER = tiny_model("t-wide"), tiny_model("t8-2", seed=3)
 DRAW = random.Random(1)
@@ -107,7 +107,7 @@ def test_among_equals_verification_takes_the_lowest_id_as_decoding_does(k):
     config = tiny_config("t8-2", vocab_size=96)
     tensors = random_tensors(config)
     tensors["model.embed_tokens.weight"][48:] = tensors["model.embed_tokens.weight"][:48]
-    model, prompts = Llama(config, tensors), [[n, n + 1, n] for n in range(6)]
+    model, prompts = make_model(config, tensors), [[n, n + 1, n] for n in range(6)]
     plain = [list(decode_cached(model, prompt, 24)) for prompt in prompts]
     assert all(token < 48 for answer in plain for token in answer)
     for proposer in (NgramProposer(), DraftModelProposer(model)):

@@ -65,7 +65,7 @@ class FastAttention:
     def kernels(self):
         """The step as Triton kernels take it, its tables on the device; None where the plain path computes it."""
         kernels = kernels_for(self.storage.device)
-        return kernels and kernels.step_kernels(self)
+        return kernels and kernels.step_kernels(self, self.query_group)
 
     @cached_property
     def written(self) -> Tensor:
@@ -74,7 +74,7 @@ class FastAttention:
 
     @cached_property
     def groups(self) -> list[RowGroup]:
-        """The step as the path without kernels takes it; `prepare` has noted what the masks are made for."""
+        """The step as the path without kernels takes it."""
         return [self._group(torch.tensor(rows)) for rows in group_rows(self.spans)]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

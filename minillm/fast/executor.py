@@ -31,23 +31,20 @@ class FastForward:
 
         A proposer that has `observe` is shown the hidden states [N, H] and the slots [N] of all tokens.
         """
-        device = self.model.device
-        tokens, positions, logit_rows, slots = self._inputs(tokens, cache, logit_rows)
+        device, observe = self.model.device, getattr(self.proposer, "observe", None)
         if self.graphs and self.graphs.fits(cache):
             x = self.graphs.hidden_states(tokens, cache)  # [N, H]
+            logit_rows, slots = to_device([logit_rows, cache.new_slots], device)
         else:
+            inputs = to_device([tokens, cache.positions, logit_rows, cache.new_slots], device)
+            tokens, positions, logit_rows, slots = inputs
+            if observe is None:
+                logits = self.model.forward(tokens, positions, cache, logit_rows)
+                return logits.cpu() if device.type == "mps" else logits  # Apple's GPUs have no fp64 to draw with
             x = self.model.hidden_states(tokens, positions, cache)
-        if observe := getattr(self.proposer, "observe", None):
+        if observe:
             observe(slots, x)
-        logits = self.model.logits(x[logit_rows])
-        return logits.cpu() if device.type == "mps" else logits  # Apple's GPUs have no fp64 to draw with
-
-    def _inputs(self, tokens: Tensor, cache: FastAttention, logit_rows: Tensor) -> list[Tensor]:
-        """Tokens, positions, logit rows and slots on the device; a graph takes its tokens from the CPU."""
-        device = self.model.device
-        if self.graphs and self.graphs.fits(cache):
-            return [tokens, cache.positions, *to_device([logit_rows, cache.new_slots], device)]
-        return to_device([tokens, cache.positions, logit_rows, cache.new_slots], device)
+        return self.model.logits(x[logit_rows])
 
 
 class FastExecutor(FastForward, ModelExecutor):

@@ -334,12 +334,12 @@ class StepKernels:
             )
 
 
-def step_kernels(step: FastAttention) -> StepKernels:
+def step_kernels(step: FastAttention, query_group: int) -> StepKernels:
     """The launches of an eager step: tiles of 16 for rows with few new tokens, larger ones for prompts."""
     is_short, blocks, fields = step.count <= SHORT_ROW, [], []
     for rows, least in ((is_short, SHORT_TILE), (~is_short, LONG_TILE)):
         b = rows.nonzero()[:, 0]
-        block_m, tokens = tile_tokens(least, step.query_group)
+        block_m, tokens = tile_tokens(least, query_group)
         blocks.append(block_m)
         fields.append(make_tiles(b, step.first[b], step.start[b], step.count[b], tokens))
     new_slots, tables, *fields = to_device([step.new_slots, step.tables, *fields], step.storage.device)

@@ -39,7 +39,6 @@ class StepRecord:
     kv_tokens: int  # token slots of live blocks that hold something once the step is done
     members: tuple[RequestId, ...]  # whose rows these were, in the forward's order
     kinds: tuple[str, ...]  # of each row: "prefill" | "decode" | "recompute" | "idle"
-    given: tuple[int, ...]  # tokens given to each row
 
 COUNTED = ("rows", "idle_rows", "sampled_rows", "prompt_tokens", "decode_tokens", "recomputed_tokens", "output_tokens",
            "drafted_tokens", "accepted_tokens")
@@ -120,21 +119,17 @@ class Records:
 
     def committed(self, plan: StepPlan, counts: dict, accepted: Sequence[tuple[Request, list[int]]]) -> None:
         """After the forward: the new tokens of each request that sampled some, and the step's record."""
-        given, drafted, kept = [0] * len(plan.rows), 0, 0
-        sampling = (i for i, row in enumerate(plan.rows) if row.samples)
-        for (request, tokens), i in zip(accepted, sampling, strict=True):
-            record, drafts = self.live[request.id], plan.rows[i].drafts
+        output = drafted = kept = 0
+        for (request, tokens), row in zip(accepted, (row for row in plan.rows if row.samples), strict=True):
+            record, same = self.live[request.id], accepted_drafts(row.drafts, tokens)
             record.token_times += [plan.end] * len(tokens)
-            given[i] = len(tokens)
-            if drafts:
-                same = accepted_drafts(drafts, tokens)
-                record.rounds += 1
-                record.drafted_tokens += len(drafts)
-                record.accepted_tokens += same
-                drafted, kept = drafted + len(drafts), kept + same
+            record.rounds += bool(row.drafts)
+            record.drafted_tokens += len(row.drafts)
+            record.accepted_tokens += same
+            output, drafted, kept = output + len(tokens), drafted + len(row.drafts), kept + same
         self.add(StepRecord(
             start=plan.start, duration=plan.end - plan.start, **counts, sampled_rows=len(accepted),
-            output_tokens=sum(given), drafted_tokens=drafted, accepted_tokens=kept, given=tuple(given),
+            output_tokens=output, drafted_tokens=drafted, accepted_tokens=kept,
         ))
 
     def add(self, step: StepRecord) -> None:

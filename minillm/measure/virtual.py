@@ -284,14 +284,14 @@ class VirtualEngine(Engine):
             self.scheduler.memory.reserve(row.request, row.end)
             tokens += islice(self.executor.new_tokens, times)
         accepted = self.commit(plan, outputs)
-        ends, ones = [*began, plan.end], (1,) * len(plan.rows)
+        ends, rows = [*began, plan.end], len(plan.rows)
         for request, _ in accepted:
             self.records.live[request.id].token_times += ends
         for start, end, blocks in zip([plan.start, *began], ends, [None, *taken], strict=True):
             counts = counts if blocks is None else next_counts(counts, blocks)
             self.records.add(StepRecord(
-                start=start, duration=end - start, **counts, sampled_rows=len(ones), output_tokens=len(ones),
-                drafted_tokens=0, accepted_tokens=0, given=ones,
+                start=start, duration=end - start, **counts, sampled_rows=rows, output_tokens=rows,
+                drafted_tokens=0, accepted_tokens=0,
             ))
         for request, tokens in accepted:
             self.give(request, tokens, "", plan.end)

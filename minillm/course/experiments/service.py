@@ -13,14 +13,13 @@ from minillm.fast.engine import Engine
 from minillm.ladder.quantized import kv_bytes_per_token, native_format
 from minillm.ladder.records import Records
 from minillm.load.config import ModelConfig
-from minillm.load.weights import RandomTensors
+from minillm.load.weights import RandomTensors, make_model
 from minillm.measure import metrics
 from minillm.measure.fleet import Router, least_loaded, run_until, serve
 from minillm.measure.measurement import Measurement, Spread, time_seconds
 from minillm.measure.roofline import Ceilings, StepShape, StepWork, least_work
 from minillm.measure.virtual import CostModel, shape_of, virtual_engine
 from minillm.measure.workload import WorkItem, chat, play, random_ids, worked_example
-from minillm.model.llama import Llama
 
 # -- 00: the machine ------------------------------------------------------------------------------
 
@@ -79,7 +78,7 @@ def mbu_by_width(model, name: str, limits: Ceilings, divisors: Sequence[int] = (
     table, spreads = [], []
     for divisor in divisors:
         config = narrowed(model.config, divisor)
-        slim = Llama(config, RandomTensors(config, model.device, model.dtype), model.device, model.dtype)
+        slim = make_model(config, RandomTensors(config, model.device, model.dtype), model.device, model.dtype)
         spread = time_seconds(chapters.one_cached_step(slim, 16), model.device, warmups=3, repeats=7)
         row = step_row(slim, limits, "decode", 1, StepShape.decode([16]), spread.median * 1e3)
         table.append({"width": config.hidden_size, **row, "lost_ms": row["step_ms"] - row["least_ms"]})

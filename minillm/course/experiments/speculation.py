@@ -25,11 +25,11 @@ from minillm.ladder.continuous import Row
 from minillm.ladder.quantized import native_format
 from minillm.ladder.records import Records, accepted_drafts
 from minillm.ladder.request import SamplingParams
-from minillm.ladder.sampling import uniform
 from minillm.ladder.speculative import NgramProposer, Proposer, Speculator, verify_sampled
 from minillm.load.config import ModelConfig
 from minillm.measure import metrics
 from minillm.measure.measurement import Measurement, Spread, provenance
+from minillm.measure.virtual import uniform
 
 ADAPTIVE = 8  # the most drafts that the adaptive length may choose
 USUAL = 4  # the draft length at which batches are compared
