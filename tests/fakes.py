@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from serving import MOST_STEPS, ManualClock
 from tiny import tiny_config
 
+from minillm.fast.engine import Engine
 from minillm.ladder.continuous import Row, StepPlan
-from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import kv_bytes_per_token
 from minillm.ladder.request import Request, RequestId, SamplingParams, TokenEvent
 
@@ -78,7 +78,7 @@ class FakeExecutor:
             raise error
         self.clock.moment += self.seconds
         # Read after all rows have written: a slot that two rows hold shows now.
-        return [self._next(row) for row in plan.rows if row.due]
+        return [self._next(row) for row in plan.rows if row.samples]
 
     def start(self, plan: StepPlan) -> Callable[[], list[list[int]]]:
         """As `ModelExecutor` has it: what waits for the tokens."""
@@ -87,7 +87,7 @@ class FakeExecutor:
     def _write(self, row: Row) -> None:
         slots = self._slots(row)
         before = [self.store[slot] for slot in slots[: row.start]]
-        for slot, token in zip(slots[row.start :], [*row.tokens, *row.drafts], strict=True):
+        for slot, token in zip(slots[row.start :], row.tokens, strict=True):
             self.store[slot] = checksum(token, before)
             before.append(self.store[slot])
 

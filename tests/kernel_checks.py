@@ -9,20 +9,21 @@ from __future__ import annotations
 import pytest
 import torch
 from serving import numbers
-from test_cached_attention import attend_by_hand, slots_of
+from test_cached_attention import attend_by_hand
 from tiny import random_tensors, tiny_config, tiny_model
 
 from minillm import Engine, SamplingParams
-from minillm.fast import fused, kernels
+from minillm.fast import attention, fused, kernels
 from minillm.fast import graphs as graphs_module
+from minillm.fast.attention import SHORT_ROW, FastAttention
 from minillm.fast.graphs import CudaRecorder, StepGraphs
-from minillm.ladder import attention
-from minillm.ladder.attention import SHORT_ROW, RowSpan, StepAttention
+from minillm.fast.model import FastLlama
+from minillm.ladder.attention import KVStorage, RowSpan
 from minillm.ladder.decode import NoCache
-from minillm.ladder.quantized import KVStorage
+from minillm.ladder.quantized import kv_storage
 from minillm.ladder.speculative import NgramProposer, Speculator
-from minillm.model import elementwise, llama
-from minillm.model.llama import Llama, rotation_for
+from minillm.load.weights import make_model
+from minillm.model.llama import DecoderLayer, Llama, gate, rms_norm, rotate, rotation_for
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -52,10 +53,15 @@ def stores(storage: KVStorage) -> list[torch.Tensor]:
     return [getattr(s, n) for s in (storage.keys, storage.values) for n in names if hasattr(s, n)]
 
 
+def slots_of(table: list[int], positions: range) -> list[int]:
+    """Where the block table puts these positions, in blocks of this file's size."""
+    return [table[at // BLOCK] * BLOCK + at % BLOCK for at in positions]
+
+
 def model_here(**changes) -> Llama:
     """The tiny model, on the device."""
     config = tiny_config("t4-1", **changes)
-    return Llama(config, random_tensors(config), DEVICE)
+    return make_model(config, random_tensors(config), DEVICE)
 
 
 class Case:
@@ -68,7 +74,7 @@ class Case:
         needs = [-(-(start + count) // BLOCK) for start, count in rows]
         blocks = torch.randperm(sum(needs) + 3, generator=make).tolist()
         self.scratch, self.rows, self.dtype = len(blocks) * BLOCK, rows, dtype
-        self.plain, self.store = (KVStorage(self.config, kv_format, self.scratch + 1, at) for at in ("cpu", DEVICE))
+        self.plain, self.store = (kv_storage(self.config, kv_format, self.scratch + 1, at) for at in ("cpu", DEVICE))
         for tensor in stores(self.plain):  # 0x7F is NaN in e4m3, and the largest number elsewhere
             tensor.fill_(0x7F if tensor.dtype == torch.uint8 else torch.nan)
         ends = torch.tensor(needs).cumsum(0).tolist()
@@ -86,13 +92,13 @@ class Case:
         self.q, self.k = both.split((kv_heads * query_group, kv_heads), dim=1)  # strided, as the model hands them over
         self.v = torch.randn(tokens, kv_heads, head_dim, generator=make).to(dtype)
 
-    def step(self, storage) -> StepAttention:
-        group = self.config.query_group
-        return StepAttention(storage, self.spans, BLOCK, self.scratch, group, torch.float32)
+    def step(self, storage) -> FastAttention:
+        return FastAttention(storage, self.spans, BLOCK, self.scratch)
 
     def check(self):
         want = self.step(self.plain).attend(1, *(x.float() for x in (self.q, self.k, self.v)))
-        got = kernels.step_kernels(self.step(self.store)).attend(1, *(x.to(DEVICE) for x in (self.q, self.k, self.v)))
+        launches = kernels.step_kernels(self.step(self.store), self.config.query_group)
+        got = launches.attend(1, *(x.to(DEVICE) for x in (self.q, self.k, self.v)))
         for ours, theirs in zip(stores(self.store), stores(self.plain), strict=True):
             bits = (tensor.cpu().view(torch.uint8) for tensor in (ours, theirs))
             assert torch.equal(*bits), "a new token is stored in other bytes, or elsewhere"
@@ -146,11 +152,11 @@ def test_every_code_of_fp8_is_decoded_and_encoded_as_torch_does():
     exact = codes.view(torch.float8_e4m3fn).float()
     x = torch.cat((exact, (exact[1:] + exact[:-1]) / 2, torch.full((3,), 448.0)))  # 256 numbers, the scale 1
     config = tiny_config(head_dim=256, num_key_value_heads=2, num_attention_heads=2)
-    plain, store = (KVStorage(config, "fp8", 1, at) for at in ("cpu", DEVICE))
+    plain, store = (kv_storage(config, "fp8", 1, at) for at in ("cpu", DEVICE))
     k = torch.stack((x, -x))[None]  # [1, 2, 256]
     plain.write(0, torch.tensor([0]), k, k)
-    step = StepAttention(store, [RowSpan(0, 1, [0])], 1, 0, 1, torch.float32)
-    got = kernels.step_kernels(step).attend(0, k.to(DEVICE), k.to(DEVICE), k.to(DEVICE))
+    step = FastAttention(store, [RowSpan(0, 1, [0])], 1, 0)
+    got = kernels.step_kernels(step, 1).attend(0, k.to(DEVICE), k.to(DEVICE), k.to(DEVICE))
     assert torch.equal(store.keys.codes[0].cpu(), plain.keys.codes[0])
     torch.testing.assert_close(got.cpu(), plain.read(0, torch.tensor([0]))[1], rtol=0, atol=1e-5)
 
@@ -191,9 +197,16 @@ def moved(arguments, move) -> list:
     ]
 
 
+def add_norm(x, change, weight, eps):
+    return x + change, rms_norm(x + change, weight, eps)
+
+
+PLAIN = {"add_norm": add_norm, "gate": gate, "rotate": rotate}
+
+
 def check_fused(function: str, *arguments):
     """On the device as the plain function computes it in fp32 from the same numbers."""
-    want = getattr(elementwise, function)(*moved(arguments, torch.Tensor.float))
+    want = PLAIN[function](*moved(arguments, torch.Tensor.float))
     got = getattr(fused, function)(*moved(arguments, lambda x: x.to(DEVICE)))
     for ours, theirs in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, want)), strict=True):
         assert ours.dtype == arguments[0].dtype and ours.shape == theirs.shape and ours.isfinite().all()
@@ -222,8 +235,8 @@ def test_a_model_of_fused_steps_gives_the_plain_models_logits(family, monkeypatc
     config = tiny_config("t-wide", hidden_size=36, model_type=family)
     tokens = torch.tensor([5, 6, 7, 50])
     logits = []
-    for device, chosen in (("cpu", elementwise), (DEVICE, fused)):
-        monkeypatch.setattr(llama, "elementwise_for", lambda device, chosen=chosen: chosen)
+    for device, layer in (("cpu", DecoderLayer), (DEVICE, fused.FusedLayer)):
+        monkeypatch.setattr(Llama, "layer", layer)
         model = Llama(config, random_tensors(config), device)
         with torch.inference_mode():
             logits.append(model.forward(*(x.to(device) for x in (tokens, torch.arange(4))), NoCache()).cpu())
@@ -264,7 +277,7 @@ def test_a_padded_replay_gives_the_logits_of_the_forward_it_stands_for(rows, mon
     monkeypatch.setattr(graphs_module, "kernels_for", lambda device: kernels)
     model = model_here()
     make = torch.Generator().manual_seed(3)
-    plain, store = (KVStorage(model.config, "fp32", 13 * 4 + 1, at) for at in ("cpu", DEVICE))
+    plain, store = (kv_storage(model.config, "fp32", 13 * 4 + 1, at) for at in ("cpu", DEVICE))
     for tensor in stores(plain):
         tensor.copy_(torch.randn(tensor.shape, generator=make))
     for ours, theirs in zip(stores(store), stores(plain), strict=True):
@@ -274,10 +287,10 @@ def test_a_padded_replay_gives_the_logits_of_the_forward_it_stands_for(rows, mon
         blocks = torch.randperm(13, generator=make).tolist()
         spans = [RowSpan(start + turn, count, [blocks.pop() for _ in range(4)]) for start, count in rows]
         tokens = torch.randint(97, (sum(count for _, count in rows),), generator=make)
-        step = StepAttention(plain, spans, 4, 52, model.config.query_group, torch.float32)
+        step = FastAttention(plain, spans, 4, 52)
         with torch.inference_mode():
             want = tiny_model("t4-1").forward(tokens, step.positions, step)
-            step = StepAttention(store, spans, 4, 52, model.config.query_group, torch.float32)
+            step = FastAttention(store, spans, 4, 52)
             assert graphs.fits(step)
             got = model.logits(graphs.hidden_states(tokens, step))
         torch.testing.assert_close(got.cpu(), want, rtol=0, atol=1e-4)
@@ -289,14 +302,14 @@ def test_a_padded_replay_gives_the_logits_of_the_forward_it_stands_for(rows, mon
 def test_graphs_recorded_before_they_are_needed_store_nothing_and_replay_as_others(monkeypatch):
     monkeypatch.setattr(graphs_module, "kernels_for", lambda device: kernels)
     model = model_here(num_hidden_layers=1)
-    store = KVStorage(model.config, "fp32", 5 * 4 + 1, DEVICE)
+    store = kv_storage(model.config, "fp32", 5 * 4 + 1, DEVICE)
     for tensor in stores(store):
         tensor.zero_()
     graphs = graphs_for(model, store, most_tokens=2)
     graphs.record_all()
     assert set(graphs.graphs) == set(graphs.sizes) == {1, 2}
     assert all(not tensor[:, :-1].any() for tensor in stores(store)), "padding was stored in a block"
-    step = StepAttention(store, [RowSpan(0, 1, [3])], 4, 20, model.config.query_group, torch.float32)
+    step = FastAttention(store, [RowSpan(0, 1, [3])], 4, 20)
     with torch.inference_mode():
         got = graphs.hidden_states(torch.tensor([7]), step).cpu()
     want = tiny_model("t4-1", num_hidden_layers=1).hidden_states(torch.tensor([7]), torch.tensor([0]), NoCache())
@@ -311,8 +324,7 @@ def test_an_engine_with_graphs_gives_the_plain_paths_tokens(monkeypatch):
     for chosen in (None, kernels):
         monkeypatch.setattr(attention, "kernels_for", lambda device, chosen=chosen: chosen)
         monkeypatch.setattr(graphs_module, "kernels_for", lambda device, chosen=chosen: chosen)
-        steps = fused if chosen else elementwise
-        monkeypatch.setattr(llama, "elementwise_for", lambda device, steps=steps: steps)
+        monkeypatch.setattr(FastLlama, "layer", fused.FusedLayer if chosen else DecoderLayer)
         model = model_here(num_hidden_layers=1)
         engine = Engine(model, speculator=Speculator(NgramProposer(), 2), **settings)
         answers.append([answer.token_ids for answer in engine.generate(prompts, params)])

@@ -18,8 +18,8 @@ import transformers
 from tiny import SHAPES
 
 from minillm.ladder.decode import NoCache
-from minillm.load.weights import load_model
-from minillm.model.config import ModelConfig
+from minillm.load.config import ModelConfig
+from minillm.load.weights import load_model, make_model
 from minillm.model.llama import Llama
 
 FAMILIES = {
@@ -113,11 +113,13 @@ class Twins(NamedTuple):
 def twins(shape: str = "t8-2", family: str = "llama", packed: bool | str = "auto", seed: int = 0, **fields) -> Twins:
     """A random model of a shape of `tiny.SHAPES`. `fields` are transformers' config fields.
 
-    A tied model ships its head twice, as transformers' state_dict does.
+    packed: of the fast model; "heart" makes the plain `Llama`. A tied model ships its head twice,
+    as transformers' state_dict does.
     """
     config = hf_config(shape, family, **fields)
     theirs = random_hf_model(family, config, seed)
-    return Twins(theirs, Llama(ModelConfig.from_hf(config.to_dict()), theirs.state_dict(), packed=packed))
+    shape, tensors = ModelConfig.from_hf(config.to_dict()), theirs.state_dict()
+    return Twins(theirs, Llama(shape, tensors) if packed == "heart" else make_model(shape, tensors, packed=packed))
 
 
 def hf_config(shape: str, family: str, **fields) -> transformers.PreTrainedConfig:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from minillm.ladder.engine import Engine
-from minillm.ladder.quantized import kv_bytes_per_token
+from minillm.fast.engine import Engine
+from minillm.guard.invariants import check_invariants
+from minillm.ladder import engine as heart
+from minillm.ladder.quantized import kv_bytes_per_token, storage_in
 from minillm.ladder.request import RequestId, SamplingParams
 from minillm.model.llama import Llama
 
@@ -29,8 +31,12 @@ class ManualClock:
 
 
 def make_engine(model: Llama, blocks: int = 64, block_size: int = 4, kv_format: str = "fp32", **settings) -> Engine:
-    """An engine whose pool has this many blocks."""
+    """An engine whose pool has this many blocks: the fast one, or the heart's for a model that is plainly a `Llama`."""
     memory = blocks * block_size * kv_bytes_per_token(model.config, kv_format)
+    if type(model) is Llama:
+        return heart.Engine(
+            model, kv_memory=memory, block_size=block_size, storage=storage_in(kv_format), **settings
+        )
     return Engine(model, kv_memory=memory, block_size=block_size, kv_format=kv_format, **settings)
 
 
@@ -57,11 +63,11 @@ def run_to_end(engine: Engine) -> dict[RequestId, list[int]]:
             break
         for event in engine.step():
             texts.setdefault(event.request_id, []).extend(event.token_ids)
-        engine.check_invariants()
+        check_invariants(engine.scheduler)
     assert not engine.has_work, f"still busy after {MOST_STEPS} steps"
-    stats, pool = engine.stats(), engine.scheduler.memory.pool
-    assert stats.blocks_live == 0, f"{stats.blocks_live} blocks are still held when nobody is left"
-    assert stats.blocks_cached + stats.blocks_free == pool.num_blocks
+    pool = engine.scheduler.memory.pool
+    assert pool.num_live == 0, f"{pool.num_live} blocks are still held when no request is left"
+    assert len(pool.cached) + len(pool.free) == pool.num_blocks
     return texts
 
 
@@ -83,14 +89,18 @@ class Watch:
         self.forwards: list[tuple[list[int], list[int]]] = []  # tokens and positions, flat
         self.logits: list[Tensor] = []
         self.steps: list[list[FedRow]] = []
-        forward = model.forward
+        hidden_states, logits = model.hidden_states, model.logits
 
-        def noted_forward(tokens, positions, *rest, **named):
+        def noted_hidden_states(tokens, positions, cache):
             self.forwards.append((tokens.tolist(), positions.tolist()))
-            self.logits.append(forward(tokens, positions, *rest, **named))
+            return hidden_states(tokens, positions, cache)
+
+        def noted_logits(x):
+            self.logits.append(logits(x))
             return self.logits[-1]
 
-        monkeypatch.setattr(model, "forward", noted_forward)
+        monkeypatch.setattr(model, "hidden_states", noted_hidden_states)
+        monkeypatch.setattr(model, "logits", noted_logits)
         if engine is not None:
             run = engine.executor.run
 
@@ -107,7 +117,7 @@ class Watch:
         at = 0
         for row in plan.rows:
             end = at + len(row.tokens)
-            yield FedRow(row.request.id, row.due, row.idle, tokens[at:end], positions[at:end])
+            yield FedRow(row.request.id, row.samples, row.idle, tokens[at:end], positions[at:end])
             at = end
         assert at == len(tokens) == len(positions)
 

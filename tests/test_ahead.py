@@ -13,9 +13,10 @@ from fakes import FakeTokenizer, expected_output, fake_engine
 from serving import make_engine
 from tiny import tiny_model
 
-from minillm.ladder.engine import Engine
+from minillm.extras.draft_model import DraftModelProposer
+from minillm.fast.engine import Engine
 from minillm.ladder.request import SamplingParams
-from minillm.ladder.speculative import DraftModelProposer, NgramProposer, Speculator
+from minillm.ladder.speculative import NgramProposer, Speculator
 
 
 def lives(engine: Engine) -> list[list]:

@@ -11,8 +11,9 @@ from minillm.cli import main
 from minillm.course.experiments import ladder as rungs
 from minillm.course.experiments.batching import decode
 from minillm.course.setting import Setting
+from minillm.guard.inputs import RequestError
 from minillm.ladder.decode import NoCache
-from minillm.ladder.request import RequestError
+from minillm.load.config import PRESETS
 from minillm.load.weights import load_model
 from minillm.measure import bench as bench_module
 from minillm.measure import client
@@ -21,7 +22,6 @@ from minillm.measure.measurement import Measurement, device_name
 from minillm.measure.reference import load_reference
 from minillm.measure.roofline import Ceilings, StepShape, least_work
 from minillm.measure.workload import WorkItem, make_workload
-from minillm.model.config import PRESETS
 
 CEILINGS = Ceilings(1e11, 1e13)  # more than any CPU reaches
 SHAPES = {

@@ -5,9 +5,9 @@ import torch
 from tiny import tiny_model
 
 from minillm import Engine, ModelConfig
-from minillm.fast import budget, graphs
-from minillm.fast.budget import CPU_BYTES, SHARE, default_kv_memory, refuse_too_much, reserved_bytes
+from minillm.fast import graphs, memory
 from minillm.fast.graphs import MOST_TOKENS, graph_sizes, wants_graphs
+from minillm.fast.memory import CPU_BYTES, SHARE, default_kv_memory, refuse_too_much, reserved_bytes
 from minillm.load import weights
 
 GB = 10**9
@@ -85,7 +85,7 @@ def load_too_large(monkeypatch, preset: str, dtype: str) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(weights, "_choose_device", torch.device)  # which would ask whether there is one
-    monkeypatch.setattr(weights, "Llama", runs_out)
+    monkeypatch.setattr(weights, "FastLlama", runs_out)
     weights.load_model(f"random:{preset}", "cuda", dtype)
 
 
@@ -114,5 +114,5 @@ def test_graphs_are_off_without_cuda_and_cannot_be_insisted_on(monkeypatch):
         Engine(model, cuda_graphs=True)
     with pytest.raises(ValueError, match="cuda_graphs='yes': choose True, False or 'auto'"):
         Engine(model, cuda_graphs="yes")
-    monkeypatch.setattr(graphs, "kernels_for", lambda device: budget)  # any module stands for the kernels
+    monkeypatch.setattr(graphs, "kernels_for", lambda device: memory)  # any module stands for the kernels
     assert wants_graphs(model, "auto") and wants_graphs(model, True) and not wants_graphs(model, False)

@@ -13,24 +13,27 @@ import torch
 from parity import logits_of, random_ids, twins
 from serving import Watch, make_engine, numbers, run_to_end, serve
 
-from minillm.ladder import attention
-from minillm.ladder.attention import SHORT_ROW, RowSpan, StepAttention
+from minillm.fast import attention
+from minillm.fast.attention import SHORT_ROW, FastAttention, group_rows
+from minillm.ladder.attention import KVStorage, RowSpan
 from minillm.ladder.decode import SequenceCache
-from minillm.ladder.quantized import KVStorage
+from minillm.ladder.quantized import kv_storage
 from minillm.ladder.request import SamplingParams
-from minillm.model.config import ModelConfig
+from minillm.load.config import ModelConfig
 
 BLOCK = 4
 CLOSE = dict(rtol=0, atol=1e-5)
 NAN = float("nan")
+KINDS = (FastAttention, FastAttention)
 CHUNKS = (4096, 7, 3)  # of a context: all at once, and in several parts, with and without a rest
+KINDS_AND_CHUNKS = [(FastAttention, 4096), *((FastAttention, chunk) for chunk in CHUNKS)]
 
 
 def storage_and_tables(config: ModelConfig, tokens: list[int], filling: float) -> tuple[KVStorage, list[list[int]]]:
     """A store full of `filling`, its scratch slot last; a block table for so many tokens each, in scattered blocks."""
     needs = [-(-n // BLOCK) for n in tokens]
     blocks = torch.randperm(sum(needs) + 3, generator=torch.Generator().manual_seed(0)).tolist()
-    storage = KVStorage(config, "fp32", len(blocks) * BLOCK + 1)
+    storage = kv_storage(config, "fp32", len(blocks) * BLOCK + 1)
     fill(storage, filling)
     free = iter(blocks)
     return storage, [list(itertools.islice(free, need)) for need in needs]
@@ -41,9 +44,8 @@ def fill(storage: KVStorage, filling: float) -> None:
         tensor.fill_(filling)
 
 
-def step_attention(storage: KVStorage, spans: list[RowSpan], config: ModelConfig) -> StepAttention:
-    scratch = numbers(storage)[0].shape[1] - 1
-    return StepAttention(storage, spans, BLOCK, scratch, config.query_group, torch.float32)
+def step_attention(storage: KVStorage, spans: list[RowSpan], kind: type = FastAttention):
+    return kind(storage, spans, BLOCK, scratch_slot=numbers(storage)[0].shape[1] - 1)
 
 
 def slots_of(table: list[int], positions: range) -> list[int]:
@@ -80,10 +82,10 @@ GROUPS = {"a first token": 1, "decodes far apart": 2, "a chunk between decodes":
           "the longest short row and the shortest long one": 2}
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize(("kind", "chunk"), KINDS_AND_CHUNKS)
 @pytest.mark.parametrize("shape", ["t8-2", "t-wide", "t4-1", "t9-3"])
 @pytest.mark.parametrize("rows", STEPS.values(), ids=STEPS)
-def test_each_row_sees_its_own_past_and_nothing_else(rows, shape, chunk, monkeypatch):
+def test_each_row_sees_its_own_past_and_nothing_else(rows, shape, kind, chunk, monkeypatch):
     """All other slots hold NaN: one of them read, even with weight 0, would show."""
     monkeypatch.setattr(attention, "CONTEXT_CHUNK", chunk)
     config = twins(shape).ours.config
@@ -101,7 +103,7 @@ def test_each_row_sees_its_own_past_and_nothing_else(rows, shape, chunk, monkeyp
         flat.append((q, k[start:], v[start:]))
     before = keys.clone()
     spans = [RowSpan(start, count, table) for (start, count), table in zip(rows, tables, strict=True)]
-    step = step_attention(storage, spans, config)
+    step = step_attention(storage, spans, kind)
     q, k, v = (torch.cat(parts) for parts in zip(*flat, strict=True))
     torch.testing.assert_close(step.attend(layer, q, k, v), torch.stack(wanted), **CLOSE)
 
@@ -115,20 +117,22 @@ def test_each_row_sees_its_own_past_and_nothing_else(rows, shape, chunk, monkeyp
 def test_the_steps_above_are_grouped_as_meant(name):
     """Lest a case above no longer is what it says."""
     config = twins("t8-2").ours.config
-    storage, tables = storage_and_tables(config, [start + count for start, count in STEPS[name]], 0.0)
+    _, tables = storage_and_tables(config, [start + count for start, count in STEPS[name]], 0.0)
     spans = [RowSpan(start, count, table) for (start, count), table in zip(STEPS[name], tables, strict=True)]
-    assert len(step_attention(storage, spans, config).groups) == GROUPS[name]
+    assert len(group_rows(spans)) == GROUPS[name]
 
 
-def test_positions_of_a_step_are_those_of_its_rows():
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_of_a_step_are_those_of_its_rows(kind):
     config = twins("t8-2").ours.config
     rows = [(8, 1), (0, 5), (3, 2)]
     storage, tables = storage_and_tables(config, [start + count for start, count in rows], 0.0)
     spans = [RowSpan(start, count, table) for (start, count), table in zip(rows, tables, strict=True)]
-    assert step_attention(storage, spans, config).positions.tolist() == [8, 0, 1, 2, 3, 4, 3, 4]
+    assert step_attention(storage, spans, kind).positions.tolist() == [8, 0, 1, 2, 3, 4, 3, 4]
 
 
-def test_a_row_that_does_not_store_reads_what_it_had_and_writes_to_scratch():
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_that_does_not_store_reads_what_it_had_and_writes_to_scratch(kind):
     config = twins("t8-2").ours.config
     storage, (idle, busy) = storage_and_tables(config, [6, 6], NAN)
     keys, values = numbers(storage)
@@ -139,7 +143,7 @@ def test_a_row_that_does_not_store_reads_what_it_had_and_writes_to_scratch():
         keys[0, slots], values[0, slots] = past_k, past_v
     before = keys.clone()
     q, (k, v) = torch.randn(2, 8, 8, generator=make), torch.randn(2, 2, 2, 8, generator=make)
-    step = step_attention(storage, [RowSpan(5, 1, idle, stores=False), RowSpan(5, 1, busy)], config)
+    step = step_attention(storage, [RowSpan(5, 1, idle, stores=False), RowSpan(5, 1, busy)], kind)
     out = step.attend(0, q, k, v)
     torch.testing.assert_close(out[0], attend_by_hand(q[0], past_k, past_v), **CLOSE)
     changed = (keys != before) & ~(keys.isnan() & before.isnan())
@@ -162,7 +166,7 @@ def their_cache(shape: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
 @pytest.mark.parametrize("shape", ["t8-2", "t-wide"])
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_pieces_on_one_sequences_cache_are_the_whole(split, shape):
-    """COR-3: the same logits at all ten places, and the keys and values that transformers has, the first included."""
+    """The same logits at all ten places, and the keys and values that transformers has, the first included."""
     model = twins(shape).ours
     cache, logits = SequenceCache(model, capacity=10), []
     for count in split:
@@ -177,19 +181,19 @@ def test_pieces_on_one_sequences_cache_are_the_whole(split, shape):
         torch.testing.assert_close(cache.values[layer], values, **CLOSE)
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize(("kind", "chunk"), KINDS_AND_CHUNKS)
 @pytest.mark.parametrize("filling", [0.0, NAN], ids=["zeros", "NaN"])
 @pytest.mark.parametrize("shape", ["t8-2", "t-wide"])
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_pieces_on_the_paged_store_are_the_whole(split, shape, filling, chunk, monkeypatch):
-    """COR-3 and COR-2, beside another row that moves at another pace and must not disturb it."""
+def test_pieces_on_the_paged_store_are_the_whole(split, shape, filling, kind, chunk, monkeypatch):
+    """Beside another row that moves at another pace and must not disturb it."""
     monkeypatch.setattr(attention, "CONTEXT_CHUNK", chunk)
     model = twins(shape).ours
     storage, (table, beside) = storage_and_tables(model.config, [10, 30], filling)
     other, logits, start, moved = random_ids(30, seed=8), [], 0, 0
     for count in split:
         spans = [RowSpan(moved, 3, beside), RowSpan(start, count, table)]
-        step = step_attention(storage, spans, model.config)
+        step = step_attention(storage, spans, kind)
         tokens = torch.tensor(other[moved : moved + 3] + TEXT[start : start + count])
         with torch.inference_mode():
             logits.append(model.forward(tokens, step.positions, step)[3:])
@@ -211,7 +215,7 @@ MOST = [SamplingParams(max_tokens=n) for n in (1, 8, 6, 3, 8, 2)]
 @pytest.mark.parametrize("kv", ["slots", "paged"])
 @pytest.mark.parametrize("batching", ["static", "continuous"])
 def test_a_dirty_pool_gives_the_very_logits_of_a_clean_one(batching, kv, chunk, monkeypatch):
-    """COR-2, to the last bit: what nobody stored may be anything, NaN included."""
+    """To the last bit: what nobody stored may be anything, NaN included."""
     monkeypatch.setattr(attention, "CONTEXT_CHUNK", chunk)
     model, seen = twins("t-wide").ours, []
     for filling in (0.0, NAN):

@@ -6,9 +6,9 @@ import pytest
 from tiny import SHAPES, tiny_config, tiny_model
 
 from minillm.cli import main
-from minillm.ladder.engine import Engine
+from minillm.fast.engine import Engine
+from minillm.load.config import PRESETS, ModelConfig
 from minillm.measure.capacity import GB, capacity, preset_rows, server_flags, what_changes_it
-from minillm.model.config import PRESETS, ModelConfig
 
 
 def articles(**changes):

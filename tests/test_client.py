@@ -19,6 +19,7 @@ from toy_files import TOKENS, write_gguf
 
 from minillm.cli import main
 from minillm.ladder.request import SamplingParams
+from minillm.load.weights import make_model
 from minillm.measure.client import Server, bench_server, play, save_row, server_row
 from minillm.measure.measurement import Measurement, device_name
 from minillm.measure.workload import WorkItem, make_workload
@@ -289,7 +290,7 @@ def llama_cpp(tmp_path_factory) -> Iterator[tuple[str, Llama]]:
     settings.n_parallel, settings.n_ctx, settings.port, settings.warmup = 4, 4 * 1024, 0, False
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
     server = xllamacpp.Server(settings)
-    yield f"{server.listening_address}/v1", Llama(config, tensors)
+    yield f"{server.listening_address}/v1", make_model(config, tensors)
     del server
 
 

@@ -11,9 +11,10 @@ from tiny import random_tensors, tiny_model
 from minillm import Engine, SamplingParams, load_model, load_tokenizer
 from minillm.course.experiments.speculation import acceptance_by_position
 from minillm.course.prompts import CHAT_PROMPTS
+from minillm.extras.draft_model import DraftModelProposer
 from minillm.extras.drafter import WEIGHTS, Drafter, DrafterProposer, load_drafter, read_card
 from minillm.ladder.decode import NoCache, decode_cached
-from minillm.ladder.speculative import DraftModelProposer, Speculator
+from minillm.ladder.speculative import Speculator
 from minillm.load.source import DEFAULT
 
 TARGET = tiny_model("t-wide")

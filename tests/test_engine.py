@@ -9,8 +9,9 @@ import pytest
 import torch
 from fakes import BLOCK_SIZE, FakeTokenizer, NoProposer, expected_output, fake_engine, outputs, steps
 
-from minillm.ladder.engine import Engine
-from minillm.ladder.request import RequestError, SamplingParams
+from minillm.fast.engine import Engine
+from minillm.guard.inputs import RequestError
+from minillm.ladder.request import SamplingParams
 from minillm.ladder.speculative import Speculator
 
 EVERY_POLICY = pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_prompts_may_come_one_by_one_but_must_come():
     prompts = ([1, 2, 3] for _ in range(2))
     assert [answer.token_ids for answer in fake_engine().generate(prompts, params(3))] == [
         expected_output((1, 2, 3), 3)] * 2
-    with pytest.raises(RequestError, match="3.5 is no list of prompts"):
+    with pytest.raises(RequestError, match="3.5 is not a list of prompts"):
         fake_engine().generate(3.5, params(3))
 
 
@@ -511,7 +512,7 @@ def test_stop_strings_need_a_tokenizer():
         (dict(max_context=0), "max_context 0"),
         (dict(kv_memory="1GB"), "kv_memory '1GB' must be a finite number"),
         (dict(tokenizer="smollm2"), r"tokenizer 'smollm2' is a name: give load_tokenizer\('smollm2'\)"),
-        (dict(speculator="ngram"), "speculator 'ngram' is a name: give a Speculator"),
+        (dict(speculator="prompt lookup"), "speculator 'prompt lookup' is a name: give a Speculator"),
     ],
 )
 def test_a_wrong_setting_is_named_with_the_right_ones(settings, message):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from fakes import fake_engine
 
-from minillm.ladder.engine import Engine
+from minillm.fast.engine import Engine
 from minillm.ladder.paged import InvariantError
 from minillm.ladder.request import SamplingParams
 
@@ -150,7 +150,7 @@ def order_swapped(it):
 
 
 def queue_before_batch(it):
-    it.c.order = 0
+    it.c.arrival_number = 0
 
 
 def one_twice(it):

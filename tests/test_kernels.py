@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from minillm.ladder import attention
-from minillm.model import elementwise
+from minillm.fast.attention import kernels_for
+from minillm.fast.device import triton_module
+from minillm.model.llama import DecoderLayer
 
 TESTS = Path(__file__).parent
 
@@ -28,12 +29,12 @@ def test_kernel_checks_pass():
 def test_cards_from_ampere_on_use_the_kernels(capability, choice, monkeypatch):
     pytest.importorskip("triton", reason="Triton is published for Linux alone")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    chosen = attention.kernels_for.__wrapped__(torch.device("cuda"))
+    chosen = kernels_for.__wrapped__(torch.device("cuda"))
     assert (chosen and chosen.__name__.split(".")[-1]) == choice
-    assert attention.kernels_for.__wrapped__(torch.device("cpu")) is None
-    fused = elementwise.elementwise_for(torch.device("cuda"))
-    assert fused.__name__.split(".")[-1] == ("fused" if choice else "elementwise")
-    assert elementwise.elementwise_for(torch.device("cpu")) is elementwise
+    assert kernels_for.__wrapped__(torch.device("cpu")) is None
+    fused = triton_module("minillm.fast.fused", torch.device("cuda"))
+    assert bool(fused) == bool(choice) and (fused is None or issubclass(fused.FusedLayer, DecoderLayer))
+    assert triton_module("minillm.fast.fused", torch.device("cpu")) is None
 
 
 def test_without_triton_everything_imports_and_cuda_takes_the_plain_path():
@@ -41,11 +42,11 @@ def test_without_triton_everything_imports_and_cuda_takes_the_plain_path():
 import sys
 sys.modules["triton"] = None  # importing it raises ImportError
 import torch, minillm
-from minillm.ladder import attention
-from minillm.model import elementwise
+from minillm.fast.attention import kernels_for
+from minillm.fast.device import triton_module
 torch.cuda.get_device_capability = lambda device: (9, 0)
-assert attention.kernels_for(torch.device("cuda")) is None
-assert elementwise.elementwise_for(torch.device("cuda")).__name__.endswith("elementwise")
+assert kernels_for(torch.device("cuda")) is None
+assert triton_module("minillm.fast.fused", torch.device("cuda")) is None
 import pkgutil
 for module in pkgutil.walk_packages(minillm.__path__, "minillm."):
     if not module.name.endswith(("kernels", "fused", "__main__")):

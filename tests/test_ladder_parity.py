@@ -28,8 +28,8 @@ from serving import ManualClock, Watch, check_positions, make_engine, run_to_end
 
 from minillm.ladder.decode import decode_cached, decode_recomputing
 from minillm.ladder.request import SamplingParams
-from minillm.ladder.sampling import greedy
-from minillm.model.llama import Llama
+from minillm.ladder.sampling import sample
+from minillm.load.weights import make_model
 
 KV_FORMATS = ("fp32",)  # those that must give the very same tokens
 BLOCK = 4
@@ -85,7 +85,7 @@ def test_the_reference_is_the_same_from_transformers_and_from_our_model_without_
 ONE_SEQUENCE = {"rung 0": decode_recomputing, "rung 1": decode_cached}
 
 
-@pytest.mark.parametrize("packed", ["auto", False], ids=["packed", "plain"])
+@pytest.mark.parametrize("packed", ["auto", False, "heart"])
 @pytest.mark.parametrize("shape", ["t8-2", "t-wide", "t4-1", "t9-3"])
 @pytest.mark.parametrize("rung", ONE_SEQUENCE)
 def test_one_sequence_at_a_time(rung, shape, packed):
@@ -134,7 +134,7 @@ TIGHT, AMPLE = 6, 64  # blocks; the longest request may need 5
 
 AXES = dict(
     shape=("t8-2", "t-wide"),
-    packed=("auto", False),
+    packed=("auto", False, "heart"),
     batching=("static", "continuous"),
     kv=("slots", "paged"),
     kv_format=KV_FORMATS,
@@ -162,14 +162,14 @@ def test_every_combination_of_settings(chosen, monkeypatch):
     assert (totals["preempted"] > 0) == (crowded and chosen["kv"] == "paged" and chosen["batching"] == "continuous")
     assert (totals["cached_tokens"] > 0) == (chosen["prefix_cache"] and chosen["kv"] == "paged")
     assert (totals["idle_rows"] > 0) == (chosen["batching"] == "static" and chosen["max_batch"] > 1)
-    assert any(not row.due and not row.idle for row in watch.rows) == chosen["chunked_prefill"]
+    assert any(not row.samples and not row.idle for row in watch.rows) == chosen["chunked_prefill"]
     wanted = sum(map(len, PROMPTS + AGAIN)) + sum(MAX_TOKENS + AGAIN_TOKENS) - len(PROMPTS + AGAIN)
     skipped, extra = totals["cached_tokens"], totals["recomputed_tokens"] + totals["idle_rows"]
     assert watch.tokens_fed == wanted - skipped + extra
 
 
 def test_prompts_of_a_static_batch_that_share_no_length(monkeypatch):
-    """COR-1: lengths 1, 3, 7, 7 in one batch, each as if alone; every row counts its positions from 0."""
+    """Lengths 1, 3, 7, 7 in one batch, each as if alone; every row counts its positions from 0."""
     _, ours = twins("t8-2")
     prompts = [random_ids(n, seed=20 + n) for n in (1, 3, 7, 7)]
     engine = make_engine(ours, batching="static", kv="slots", max_batch=4)
@@ -181,7 +181,7 @@ def test_prompts_of_a_static_batch_that_share_no_length(monkeypatch):
 @pytest.mark.parametrize("kv", ["slots", "paged"])
 @pytest.mark.parametrize("batching", ["static", "continuous"])
 def test_survivors_of_a_batch_whose_longest_row_ends_first(batching, kv):
-    """COR-4: whoever derives the write place from the longest row loses it with that row."""
+    """Whatever derives the write place from the longest row loses it with that row."""
     prompts, most = [random_ids(n, seed=30 + n) for n in (9, 4, 4)], [1, 8, 8]
     engine = make_engine(twins("t8-2").ours, batching=batching, kv=kv, max_batch=3)
     assert_parity("t8-2", prompts, most, serve(engine, prompts, [SamplingParams(max_tokens=n) for n in most]))
@@ -213,7 +213,7 @@ def test_every_row_is_fed_at_its_own_positions(batching, kv, chunked_prefill, mo
 @pytest.mark.parametrize("length, hit", [(1, 0), (3, 0), (4, 0), (5, 4), (7, 4), (8, 4), (9, 8), (11, 8)])
 @pytest.mark.parametrize("during", [False, True], ids=["after", "during"])
 def test_a_known_prompt_skips_whole_blocks_but_its_last_token(length, hit, during, monkeypatch):
-    """MEM-2: one token is always left to compute, or there would be no logits to choose from."""
+    """One token is always left to compute, or there would be no logits to choose from."""
     _, ours = twins("t8-2")
     prompt = random_ids(length, seed=40)
     engine = make_engine(ours)
@@ -281,10 +281,10 @@ def test_logits_are_the_same_alone_in_a_batch_and_on_other_threads_up_to_roundin
 
 def test_among_equal_logits_the_lowest_id_wins():
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0], [3.0, 3.0, 3.0, 3.0], [0.0, 0.0, 0.0, 5.0]])
-    assert greedy(logits).tolist() == [1, 0, 3]
+    assert sample(logits, [SamplingParams()] * 3, [0] * 3, [0] * 3).tolist() == [1, 0, 3]
     wide = torch.zeros(3, 50_000)  # wide enough for a reduction in several parts
     wide[:, [5, 96, 40_000]] = 1.0
-    assert greedy(wide).tolist() == [5, 5, 5]
+    assert sample(wide, [SamplingParams()] * 3, [0] * 3, [0] * 3).tolist() == [5, 5, 5]
 
 
 @pytest.mark.parametrize("packed", ["auto", False], ids=["packed", "plain"])
@@ -295,7 +295,7 @@ def test_two_equal_embedding_rows_tie_and_the_lower_id_is_said(packed, monkeypat
     embedding = tensors["model.embed_tokens.weight"]
     embedding[5] *= 2
     embedding[96] = embedding[5]
-    model = Llama(ours.config, tensors, packed=packed)
+    model = make_model(ours.config, tensors, packed=packed)
     engine = make_engine(model, max_batch=5)
     watch = Watch(monkeypatch, model)
     texts = serve(engine, [random_ids(6, seed=70 + i) for i in range(5)], SamplingParams(max_tokens=LONGEST_OUTPUT))
@@ -304,7 +304,7 @@ def test_two_equal_embedding_rows_tie_and_the_lower_id_is_said(packed, monkeypat
         assert (logits[:, 5] - logits[:, 96]).abs().max() < 1e-4
         exact = (logits[:, 5] == logits[:, 96]) & (logits[:, 5] == logits.amax(-1))
         ties += int(exact.sum())
-        said += int((greedy(logits)[exact] == 5).sum())
+        said += int((logits.argmax(-1)[exact] == 5).sum())
     assert ties == said > 0, f"of {ties} exact ties, {said} went to the lower id"
     assert any(5 in text for text in texts)
 

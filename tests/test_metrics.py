@@ -3,7 +3,8 @@
 import pytest
 from tiny import tiny_config
 
-from minillm.ladder.engine import Engine
+from minillm.extras.bounded_records import BoundedRecords
+from minillm.fast.engine import Engine
 from minillm.ladder.records import Records, RequestRecord
 from minillm.ladder.request import SamplingParams
 from minillm.measure import metrics
@@ -19,7 +20,7 @@ class Ticking:
 
     def run(self, plan):
         self.clock.advance(self.seconds)
-        due = sum(row.due for row in plan.rows)
+        due = sum(row.samples for row in plan.rows)
         self.next += due
         return [[self.next - due + i] for i in range(due)]
 
@@ -217,9 +218,9 @@ def test_merged_servers_are_one_service():
     assert found["span_s"] == 6.0 and found["output_tokens_per_s"] == 8 / 6, "two servers side by side, not in turn"
     assert [step.start for step in merged.steps] == sorted(step.start for step in merged.steps)
     assert merged.block_size == 4 and found["kv"]["peak_reserved_tokens"] == 8
-    assert metrics.merge([parts[0], Records("all", 16)]).block_size is None, "blocks of two sizes have no common one"
+    assert metrics.merge([parts[0], Records(16)]).block_size is None, "blocks of two sizes have no common one"
     with pytest.raises(ValueError, match="records='all'"):
-        metrics.merge([Records("summary")])
+        metrics.merge([BoundedRecords()])
 
 
 def test_a_summary_in_columns_has_the_summarys_values():

@@ -7,7 +7,6 @@ hide behind RoPE, which knows distances only.
 
 from __future__ import annotations
 
-import itertools
 import json
 import platform
 from dataclasses import replace
@@ -28,12 +27,12 @@ from parity import (
 )
 from tiny import SHAPES
 
-from minillm.fast import linear
-from minillm.fast.linear import Linear, PackedLinear, can_pack, make_linear
+from minillm.fast import packed as packing
+from minillm.fast.packed import PackedLinear, can_pack, make_linear
 from minillm.ladder.decode import NoCache, decode_cached
-from minillm.load.weights import load_model
-from minillm.model.config import ModelConfig
-from minillm.model.llama import Llama
+from minillm.load.config import ModelConfig
+from minillm.load.weights import load_model, make_model
+from minillm.model.llama import Linear, Llama
 
 FP32 = 1e-4  # tiny models: 1e-5 seen, at logits up to 7
 SMOLLM2 = 1e-5  # of the largest logit: 3e-6 seen, which is 1e-4 at logits up to 40
@@ -102,7 +101,7 @@ def test_half_precision_is_as_close_to_fp32_as_transformers_is(family, positions
     config = hf_config("t-wide", family)
     theirs = random_hf_model(family, config)
     exact = logits_of(theirs, IDS, positions)
-    ours = Llama(ModelConfig.from_hf(config.to_dict()), theirs.state_dict(), dtype=dtype)
+    ours = make_model(ModelConfig.from_hf(config.to_dict()), theirs.state_dict(), dtype=dtype)
     frequencies = theirs.model.rotary_emb.inv_freq
     theirs.to(dtype).model.rotary_emb.inv_freq = frequencies  # `from_pretrained` keeps them in fp32, `to` does not
     got, wanted = logits_of(ours, IDS, positions), logits_of(theirs, IDS, positions)
@@ -123,7 +122,7 @@ def test_rope_equals_transformers_beyond_position_8192(family, head_dim, rope, s
     config = hf_config("t8-2", family, head_dim=head_dim, rope_parameters=rope)
     theirs = random_hf_model(family, config)
     read = config.to_dict() if spelling == "rope_parameters" else in_v4_spelling(config.to_dict(), spelling)
-    ours = Llama(ModelConfig.from_hf(read), theirs.state_dict())
+    ours = make_model(ModelConfig.from_hf(read), theirs.state_dict())
     torch.testing.assert_close(ours.inverse_frequencies, theirs.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
     assert difference(logits_of(theirs, IDS, FAR), logits_of(ours, IDS, FAR)) < FP32
     assert difference(logits_of(ours, IDS, FAR), logits_of(ours, IDS)) > 0.1, "the positions made no difference"
@@ -132,7 +131,7 @@ def test_rope_equals_transformers_beyond_position_8192(family, head_dim, rope, s
 def test_llama3_scaling_is_applied_which_shows_at_long_distances_only():
     """Were it read and never applied, a comparison of short texts would hardly tell."""
     theirs, scaled = twins.__wrapped__("t8-2", head_dim=64, rope_parameters=LLAMA3)
-    plain = Llama(replace(scaled.config, rope_scaling=None), theirs.state_dict())
+    plain = make_model(replace(scaled.config, rope_scaling=None), theirs.state_dict())
     near, far = (difference(logits_of(plain, IDS, at), logits_of(scaled, IDS, at)) for at in (None, FAR))
     assert near < 0.1 and far > 1, f"applied or not, logits differ by {near} near 0, by {far} beyond 8,192"
 
@@ -254,11 +253,11 @@ def test_head_and_embedding_are_tied_or_loaded_as_declared(tied, file, complaint
         del tensors[EMBEDDING]
     if complaint:
         with pytest.raises(ValueError, match=complaint):
-            Llama(config, tensors)
+            make_model(config, tensors)
         return
     states = torch.randn(3, config.hidden_size)
     head = other if file == "different head" else tensors[EMBEDDING]
-    assert difference(Llama(config, tensors, packed=False).head(states), states @ head.T) < FP32
+    assert difference(make_model(config, tensors, packed=False).head(states), states @ head.T) < FP32
 
 
 NAMES = sorted(tensors_of(tied=False)[1])
@@ -269,7 +268,7 @@ def test_a_missing_weight_is_named(name):
     config, tensors = tensors_of(tied=False)
     del tensors[name]
     with pytest.raises(ValueError, match=f"lack {name}"):
-        Llama(config, tensors)
+        make_model(config, tensors)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -278,7 +277,7 @@ def test_a_weight_of_a_wrong_shape_is_named_with_both_shapes(name):
     right = tuple(tensors[name].shape)
     tensors[name] = torch.cat((tensors[name], tensors[name][:1]))
     with pytest.raises(ValueError) as error:
-        Llama(config, tensors)
+        make_model(config, tensors)
     assert all(part in str(error.value) for part in (name, str(tuple(tensors[name].shape)), str(right)))
 
 
@@ -287,20 +286,20 @@ def test_a_weight_left_over_is_named(name):
     """A third layer, a bias or another head: the config and the file speak of two models."""
     config, tensors = tensors_of(tied=True)
     with pytest.raises(ValueError, match=f"1 weights belong nowhere.*{name}"):
-        Llama(config, {**tensors, name: torch.zeros(1)})
+        make_model(config, {**tensors, name: torch.zeros(1)})
 
 
 def test_rotary_frequencies_in_the_file_are_no_weight_left_over():
     """Older checkpoints store them; they follow from the config."""
     config, tensors = tensors_of(tied=True)
-    Llama(config, {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(6)})
+    make_model(config, {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(6)})
 
 
 # -- packed linear layers -----------------------------------------------------------------------
 
 
 def linear_layers(model: Llama) -> list:
-    return [model.head, *itertools.chain.from_iterable(layer.linears for layer in model.layers)]
+    return [model.head, *(getattr(layer, name) for layer in model.layers for name in layer.LINEARS)]
 
 
 def test_fp32_layers_are_packed_wherever_packing_works_and_plain_where_they_are_told_to_be():
@@ -318,7 +317,7 @@ def test_packing_works_on_x86():
 
 
 def test_without_packing_auto_is_the_plain_path_and_insisting_is_refused(monkeypatch):
-    monkeypatch.setattr(linear, "can_pack", lambda: False)
+    monkeypatch.setattr(packing, "can_pack", lambda: False)
     theirs, ours = twins.__wrapped__("t-wide")
     assert {type(layer) for layer in linear_layers(ours)} == {Linear}
     assert difference(logits_of(theirs, IDS), logits_of(ours, IDS)) < FP32

@@ -14,12 +14,15 @@ from parity import Twins, assert_same_tokens, greedy_reference, logits_of, rando
 from serving import Watch, check_positions, make_engine, serve
 from toy_files import interleaved
 
-from minillm.ladder import attention
-from minillm.ladder.attention import StepAttention
+from minillm.fast import attention
+from minillm.fast.attention import FastAttention
+from minillm.ladder import attention as ladder_attention
+from minillm.ladder import decode
+from minillm.ladder.attention import KVStorage
 from minillm.ladder.decode import SequenceCache, decode_cached
-from minillm.ladder.quantized import KVStorage
 from minillm.ladder.request import SamplingParams
 from minillm.load.gguf_file import unpermute
+from minillm.load.weights import make_model
 from minillm.model.llama import Llama, inverse_frequencies
 
 PROMPTS = [random_ids(n, seed=n) for n in (13, 6, 9)]
@@ -65,11 +68,27 @@ def query_heads_are_dealt_to_kv_heads_in_turn(patch, model: Llama) -> None:
 
     patch.setattr(attention, "fold_heads", fold)
     patch.setattr(attention, "unfold_heads", unfold)
+    change_attend(patch, repeat=lambda x, group: x.repeat(1, group, 1))
 
 
 def change_mask(patch, change) -> None:
+    """In both attentions. `change` maps what each token sees [B, n, S]."""
     make = attention.additive_mask
     patch.setattr(attention, "additive_mask", lambda sees, *rest: make(change(sees), *rest))
+    change_attend(patch, change=change)
+
+
+def change_attend(patch, change=lambda sees: sees, repeat=lambda x, group: x.repeat_interleave(group, dim=1)) -> None:
+    """The heart's `attend`, with another mask or another way to deal query heads to KV heads."""
+
+    def attend(q, k, v, start):
+        sees = change((torch.arange(len(k)) <= torch.arange(start, start + len(q))[:, None])[None])[0]
+        k, v = (repeat(x, q.shape[1] // k.shape[1]) for x in (k, v))
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, sees)[0].transpose(0, 1)
+
+    patch.setattr(decode, "attend", attend)
+    patch.setattr(ladder_attention, "attend", attend)
 
 
 def a_token_sees_the_one_after_it(patch, model: Llama) -> None:
@@ -149,30 +168,38 @@ APART = "texts part at token|Tensor-likes are not close"  # of an InvariantError
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("check", EVERYWHERE, ids=lambda check: check.__name__)
 def test_without_a_fault_every_check_passes(check, shape):
-    check(twins(shape))
+    for pair in pairs(check, shape):
+        check(pair)
+
+
+def pairs(check, shape: str) -> list[Twins]:
+    """What a check is run on: rung 4 in the heart's engine as well."""
+    return [twins(shape), twins(shape, packed="heart")] if check is rung_4 else [twins(shape)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("plant", NOTICED_BY, ids=lambda plant: plant.__name__)
 def test_a_planted_fault_is_noticed(plant, shape, monkeypatch):
-    plant(monkeypatch, twins(shape).ours)
+    for pair in pairs(rung_4, shape):
+        plant(monkeypatch, pair.ours)
     for check in EVERYWHERE:
-        if check in NOTICED_BY[plant]:
-            with pytest.raises(AssertionError, match=APART):
-                check(twins(shape))
-        else:
-            check(twins(shape))
+        for pair in pairs(check, shape):
+            if check in NOTICED_BY[plant]:
+                with pytest.raises(AssertionError, match=APART):
+                    check(pair)
+            else:
+                check(pair)
 
 
 @pytest.mark.parametrize("shape, hidden", [("t8-2", False), ("t4-1", False), ("t9-3", True)])
 def test_keys_unpermuted_by_the_wrong_head_count_show_only_where_the_counts_differ(shape, hidden):
-    """Trap 1: n_q // n_kv for n_kv. With 9 and 3 heads, as in SmolLM2, both are 3 and the fault is invisible."""
+    """n_q // n_kv for n_kv. With 9 and 3 heads, as in SmolLM2, both are 3 and the fault is invisible."""
     theirs, right = twins(shape, head_dim=8)
     heads, kv_heads = right.config.num_attention_heads, right.config.num_key_value_heads
     tensors = dict(theirs.state_dict())
     for name in [name for name in tensors if name.endswith("k_proj.weight")]:
         tensors[name] = unpermute(interleaved(tensors[name], kv_heads), heads // kv_heads)
-    pair = Twins(theirs, Llama(right.config, tensors))
+    pair = Twins(theirs, make_model(right.config, tensors))
     for check in EVERYWHERE:
         if hidden:
             check(pair)
@@ -182,14 +209,14 @@ def test_keys_unpermuted_by_the_wrong_head_count_show_only_where_the_counts_diff
 
 
 def test_positions_that_are_all_shifted_change_no_token_and_only_the_check_of_positions_sees_it(monkeypatch):
-    """Trap 2: RoPE knows distances only."""
-    make = StepAttention.__init__
+    """RoPE knows distances only."""
+    make = FastAttention.__init__
 
     def shifted(step, *arguments):
         make(step, *arguments)
         step.positions = step.positions + 7
 
-    monkeypatch.setattr(StepAttention, "__init__", shifted)
+    monkeypatch.setattr(FastAttention, "__init__", shifted)
     pair = twins("t8-2")
     rung_4(pair)  # passes
     engine = make_engine(pair.ours)

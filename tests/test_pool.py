@@ -9,8 +9,10 @@ from collections import Counter
 import pytest
 from fakes import BLOCK_SIZE, expected_output, fake_engine, outputs, steps
 
+from minillm.guard.inputs import RequestError
+from minillm.guard.invariants import check_pool
 from minillm.ladder.paged import BlockPool, InvariantError, Paged, Slots
-from minillm.ladder.request import Request, RequestError, SamplingParams
+from minillm.ladder.request import Request, SamplingParams
 
 
 def make_request(tokens: list[int], max_tokens: int = 1) -> Request:
@@ -19,11 +21,11 @@ def make_request(tokens: list[int], max_tokens: int = 1) -> Request:
 
 def store(memory: Paged, request: Request, *ends: int) -> Request:
     """Admit a request and store its tokens up to each of `ends`, as prefill in chunks does."""
-    assert memory.admit(request, memory.pool.blocks_for(request.num_tokens), promised=0)
+    assert memory.admit(request, memory.pool.blocks_for(request.num_tokens), owed=0)
     for end in ends:
         assert memory.reserve(request, end)
         request.num_kv = end
-        memory.settle(request)
+        memory.after_step(request)
     return request
 
 
@@ -149,7 +151,7 @@ def test_evicting_a_twin_that_was_never_indexed_keeps_the_entry_of_the_other():
     for request in (first, twin):  # both are under way before either is known
         assert memory.reserve(request, 4)
         request.num_kv = 4
-        memory.settle(request)
+        memory.after_step(request)
     memory.release(twin)
     assert memory.pool.take(2) is not None  # the twin's block and the spare one
     assert memory.pool.match([1, 2, 3, 4], 1)[1] == first.block_table
@@ -256,7 +258,7 @@ def test_a_dry_pool_leaves_the_request_as_it_was():
     store(memory, make_request([50] * 16, 1), 12)
     late = make_request([*TWELVE, 13])
     before = state_of(memory.pool)
-    assert not memory.admit(late, blocks=4, promised=0)  # two of its blocks are known, but two more are not to be had
+    assert not memory.admit(late, needed=4, owed=0)  # two of its blocks are known, but two more are not to be had
     assert (late.block_table, late.prefix_nodes, late.num_kv) == ([], [], 0)
     assert state_of(memory.pool) == before
     growing = make_request([60] * 12)
@@ -268,8 +270,8 @@ def test_known_blocks_that_nobody_holds_are_not_counted_as_room_as_well():
     """Two idle blocks are the prompt's own prefix. Reviving them leaves nothing for the third."""
     memory = Paged(BlockPool(2, BLOCK_SIZE))
     memory.release(store(memory, make_request(TWELVE[:8]), 8))
-    assert not memory.admit(make_request(TWELVE[:9]), blocks=3, promised=0)
-    assert memory.admit(make_request(TWELVE[:8]), blocks=2, promised=0)
+    assert not memory.admit(make_request(TWELVE[:9]), needed=3, owed=0)
+    assert memory.admit(make_request(TWELVE[:8]), needed=2, owed=0)
 
 
 @pytest.mark.parametrize("reviving", [False, True])
@@ -306,7 +308,7 @@ def test_counts_through_500_random_takes_shares_and_releases():
             tables.append(blocks)
             if what == "take" and choose.random() < 0.5:
                 pool.enter(0, [step] * BLOCK_SIZE, 0, blocks[0])
-        pool.check_invariants(tables)
+        check_pool(pool, tables)
         held = Counter(block for table in tables for block in table)
         assert pool.references == [held[block] for block in range(7)]
         assert pool.num_live == len(held)
@@ -332,7 +334,7 @@ def test_a_slot_is_the_first_run_that_fits():
 def test_a_slot_is_reserved_for_the_longest_and_returned_whole():
     memory = Slots(BlockPool(8, BLOCK_SIZE))
     request = make_request([1] * 5, max_tokens=9)  # 13 tokens are stored at most
-    assert memory.admit(request, blocks=1, promised=0)
+    assert memory.admit(request, needed=1, owed=0)
     assert request.block_table == [0, 1, 2, 3]
     assert memory.reserve(request, 13) and request.block_table == [0, 1, 2, 3]
     memory.release(request)

@@ -23,11 +23,11 @@ from minillm.course.experiments.prediction import (
     swelling,
 )
 from minillm.course.setting import Setting
-from minillm.ladder.engine import Engine
+from minillm.fast.engine import Engine
+from minillm.load.config import ModelConfig
 from minillm.measure.fitting import fit
 from minillm.measure.virtual import CostModel, VirtualExecutor, virtual_engine
 from minillm.measure.workload import VOCAB, WorkItem, chat, lognormal, play
-from minillm.model.config import ModelConfig
 
 CONFIG = ModelConfig.preset("smollm2-135m")
 TRUE = CostModel(CONFIG, "fp32", 538e6, 25e9, 7e9, 190e9, 2e-3, 0.0)

@@ -26,7 +26,7 @@ from minillm.course.experiments.quality import (
     with_error,
 )
 from minillm.ladder.decode import NoCache
-from minillm.ladder.quantized import KVStorage
+from minillm.ladder.quantized import kv_storage
 
 RANDOM = torch.Generator().manual_seed(0)
 
@@ -35,7 +35,7 @@ RANDOM = torch.Generator().manual_seed(0)
 def test_losses_are_those_of_a_forward_without_a_cache_whatever_the_chunk(chunk):
     model = tiny_model("t8-2")
     documents = torch.randint(97, (2, 101), generator=RANDOM)
-    losses = token_losses(model, documents, lambda slots: KVStorage(model.config, "fp32", slots), chunk)
+    losses = token_losses(model, documents, lambda slots: kv_storage(model.config, "fp32", slots), chunk)
     for document, nats, choices in zip(documents, losses.nats, losses.first_choice, strict=True):
         with torch.inference_mode():
             logits = model.forward(document[:-1], torch.arange(100), NoCache())
@@ -49,7 +49,7 @@ def test_keys_of_the_same_chunk_are_read_as_stored():
     model = tiny_model("t8-2")
     documents = torch.randint(97, (1, 65), generator=RANDOM)
     plain, *fours = (
-        token_losses(model, documents, lambda slots, f=kv_format: KVStorage(model.config, f, slots), chunk).nats
+        token_losses(model, documents, lambda slots, f=kv_format: kv_storage(model.config, f, slots), chunk).nats
         for kv_format, chunk in (("fp32", 64), ("int4", 64), ("int4", 1))
     )
     assert (fours[0] - plain).abs().max() > 1e-3

@@ -5,7 +5,8 @@ import torch
 from tiny import tiny_config, tiny_model
 
 from minillm import Engine, SamplingParams
-from minillm.ladder.quantized import ChannelScaling, KVStorage, Rotation, kv_bytes_per_token
+from minillm.extras.key_scaling import ChannelScaling
+from minillm.ladder.quantized import Rotation, kv_bytes_per_token, kv_storage
 
 FORMATS = ("fp32", "bf16", "fp16", "int8", "fp8", "int4")
 SCALED = ("int8", "fp8", "int4")
@@ -14,7 +15,7 @@ SCALED = ("int8", "fp8", "int4")
 def stored(kv_format, x):
     """What a storage gives back for keys x [N, Hkv, D], with no transform."""
     config = tiny_config("t8-2", head_dim=x.shape[-1], num_key_value_heads=x.shape[1], num_hidden_layers=1)
-    storage, slots = KVStorage(config, kv_format, len(x), "cpu"), torch.arange(len(x))
+    storage, slots = kv_storage(config, kv_format, len(x), "cpu"), torch.arange(len(x))
     storage.write(0, slots, x, x)
     return storage.read(0, slots)[0].float()
 
@@ -42,7 +43,7 @@ def test_what_was_read_is_stored_again_exactly(kv_format, head_dim):
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_bytes_counted_are_bytes_allocated(kv_format, head_dim):
     config = tiny_config("t8-2", head_dim=head_dim)
-    assert KVStorage(config, kv_format, 10, "cpu").nbytes == 10 * kv_bytes_per_token(config, kv_format)
+    assert kv_storage(config, kv_format, 10, "cpu").nbytes == 10 * kv_bytes_per_token(config, kv_format)
 
 
 def test_eight_bits_hold_194_percent_of_the_tokens_of_sixteen():

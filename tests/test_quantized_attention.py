@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm import Engine
 from minillm.course.experiments.speculation import ReplayProposer
-from minillm.ladder import attention
-from minillm.ladder.attention import RowSpan, StepAttention
-from minillm.ladder.quantized import KVStorage, kv_bytes_per_token
+from minillm.fast import attention
+from minillm.fast.attention import FastAttention
+from minillm.ladder.attention import KVStorage, RowSpan
+from minillm.ladder.quantized import fp8_encode, int4_decode, int4_encode, kv_bytes_per_token, kv_storage
 from minillm.ladder.request import SamplingParams
 from minillm.ladder.speculative import Speculator
-from minillm.model.codes import fp8_encode, int4_decode, int4_encode
 
 SCALED = ("int8", "fp8", "int4")
 CASES = {  # heads; tokens of context that are read at a time
@@ -90,7 +90,7 @@ class Checked:
 
 def check_every_attention(monkeypatch, kv_format: str) -> Checked:
     """From here on each attention is compared with one by hand, and each write with what may be written."""
-    seen, attend = Checked(), StepAttention.attend
+    seen, attend = Checked(), FastAttention.attend
 
     def checked(step, layer, q, k, v):
         everything = torch.arange(step.storage.keys.codes.shape[1])
@@ -107,7 +107,7 @@ def check_every_attention(monkeypatch, kv_format: str) -> Checked:
             compare(step.storage, layer, span, q[rows], out[rows], seen)
         return out
 
-    monkeypatch.setattr(StepAttention, "attend", checked)
+    monkeypatch.setattr(FastAttention, "attend", checked)
     return seen
 
 
@@ -120,7 +120,7 @@ def slots_of(span: RowSpan) -> Tensor:
 def check_bytes(storage: KVStorage, layer: int, slot: Tensor, k: Tensor, v: Tensor, kv_format: str) -> None:
     """A new token's bytes in slot [1] are those that its k, v [1, Hkv, D] give alone: no scale is shared."""
     config = tiny_config("t8-2", num_hidden_layers=1, num_key_value_heads=k.shape[1], head_dim=k.shape[2])
-    alone, nought = KVStorage(config, kv_format, 1), torch.tensor([0])
+    alone, nought = kv_storage(config, kv_format, 1), torch.tensor([0])
     alone.write(0, nought, k, v)
     pairs = zip(raw(storage, layer, slot), raw(alone, 0, nought), strict=True)
     assert all(torch.equal(*pair) for pair in pairs), "a token's bytes depend on its company"
@@ -211,11 +211,11 @@ class LargestTensor(TorchDispatchMode):
 def largest_of_a_step(kv_format: str, context: int) -> int:
     """Bytes of the largest tensor made while one token attends to `context` stored ones."""
     config = tiny_config("t8-2", head_dim=16, num_hidden_layers=1)
-    storage = KVStorage(config, kv_format, context + BLOCK)
+    storage = kv_storage(config, kv_format, context + BLOCK)
     span = RowSpan(context - 1, 1, range(context // BLOCK))
-    step = StepAttention(storage, [span], BLOCK, context, 4, torch.float32)
+    step = FastAttention(storage, [span], BLOCK, context)
     q, k = torch.randn(1, 8, 16), torch.randn(1, 2, 16)
-    step.groups  # noqa: B018  made once a step, for all layers: a slot number and a mask for each token
+    step.attend(0, q, k, k)  # makes, once a step for all layers, a slot number and a mask for each token
     with LargestTensor(storage) as largest:
         step.attend(0, q, k, k)
     return largest.bytes
@@ -254,7 +254,7 @@ def test_an_error_is_at_most_half_a_step_of_the_format(kv_format, head_dim):
     config = tiny_config("t8-2", head_dim=head_dim, num_key_value_heads=2, num_hidden_layers=1)
     x = torch.randn(200, 2, head_dim, generator=torch.Generator().manual_seed(0)) * 3
     x[0], x[1, 0] = 0, x[1, 0] * 1e4
-    storage, slots = KVStorage(config, kv_format, len(x)), torch.arange(len(x))
+    storage, slots = kv_storage(config, kv_format, len(x)), torch.arange(len(x))
     storage.write(0, slots, x, x)
     error, largest = (storage.read(0, slots)[0] - x).abs(), x.abs().amax(-1, keepdim=True)
     if kv_format == "int8":
@@ -280,7 +280,7 @@ def test_representable_numbers_come_back_exactly(kv_format):
         x = (torch.arange(16) - 5).float() / 4
     extremes = torch.tensor([float(x.max()), float(x.min())])
     x = torch.cat([torch.cat((extremes, part, part.new_zeros(30 - len(part)))) for part in x.split(30)]).view(-1, 1, 32)
-    storage, slots = KVStorage(config, kv_format, len(x)), torch.arange(len(x))
+    storage, slots = kv_storage(config, kv_format, len(x)), torch.arange(len(x))
     storage.write(0, slots, x, x)
     assert torch.equal(storage.read(0, slots)[0], x)
 
@@ -290,7 +290,7 @@ def test_representable_numbers_come_back_exactly(kv_format):
 def test_scales_are_finite_and_above_zero_whatever_is_stored(kv_format, value):
     """QNT-1: the scale itself, since int8 hides a zero one. 1e8 is clamped: fp16 cannot scale to it."""
     config = tiny_config("t8-2", num_hidden_layers=1)
-    storage, x = KVStorage(config, kv_format, 2), torch.full((1, 2, 8), value)
+    storage, x = kv_storage(config, kv_format, 2), torch.full((1, 2, 8), value)
     storage.write(0, torch.tensor([0]), x, x)
     scales = storage.keys.scales[:, :1]  # of the slot that was written
     assert scales.isfinite().all() and (scales > 0).all()
@@ -303,7 +303,7 @@ def test_a_head_that_cannot_be_packed_is_refused_when_it_is_built(head_dim):
     """QNT-2: not at the first write, and by the calculator too."""
     config = tiny_config("t8-2", head_dim=head_dim + 1)  # RoPE itself wants an even head
     object.__setattr__(config, "head_dim", head_dim)
-    for build in (lambda: KVStorage(config, "int4", 4), lambda: kv_bytes_per_token(config, "int4")):
+    for build in (lambda: kv_storage(config, "int4", 4), lambda: kv_bytes_per_token(config, "int4")):
         with pytest.raises(ValueError, match=f"head_dim {head_dim} is odd: take int8"):
             build()
 

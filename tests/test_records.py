@@ -12,8 +12,10 @@ import pytest
 from fakes import BLOCK_SIZE, busy_engines, expected_output, fake_engine, on_random_workloads, outputs, steps
 from hypothesis import given
 
-from minillm.ladder.engine import Engine
-from minillm.ladder.records import Histogram, Records
+from minillm.extras.bounded_records import BoundedRecords, Histogram
+from minillm.extras.trace import to_chrome_trace
+from minillm.fast.engine import Engine
+from minillm.ladder.records import Records
 from minillm.ladder.request import SamplingParams
 
 
@@ -63,7 +65,7 @@ def test_every_token_is_counted_once_and_under_one_name(engine):
 def test_totals_and_peaks_are_those_of_the_steps(engine):
     run(engine)
     records, pool = engine.records, engine.scheduler.memory.pool
-    for name in ("rows", "idle_rows", "due_rows", "prompt_tokens", "decode_tokens", "recomputed_tokens",
+    for name in ("rows", "idle_rows", "sampled_rows", "prompt_tokens", "decode_tokens", "recomputed_tokens",
                  "output_tokens", "admitted", "preempted"):
         assert records.totals[name] == sum(getattr(step, name) for step in records.steps)
     for name in ("rows", "blocks_live", "kv_tokens", "waiting"):
@@ -153,7 +155,7 @@ def test_the_work_of_an_aborted_request_is_counted(mode):
 
 def durations(records: Records) -> dict[str, list[float]]:
     """What the run tells of durations, be it of its requests or, rounded to whole seconds, of its histograms."""
-    if records.mode == "summary":
+    if isinstance(records, BoundedRecords):
         return {
             name: sorted(round(math.exp(bucket * Histogram.GROWTH)) for bucket in histogram.buckets.elements())
             for name, histogram in records.histograms.items()
@@ -211,7 +213,7 @@ def test_several_tokens_of_one_step_have_one_time_each_and_an_only_token_has_no_
     run(engine)
     (record,) = engine.records.requests
     assert record.token_times == [10, 20, 20, 20, 30, 30]
-    assert [(step.due_rows, step.output_tokens) for step in engine.records.steps] == [(1, 1), (1, 3), (1, 2)]
+    assert [(step.sampled_rows, step.output_tokens) for step in engine.records.steps] == [(1, 1), (1, 3), (1, 2)]
     assert durations(engine.records)["itl"] == [10, 0, 0, 10, 0]
     for mode in ("all", "summary"):
         engine = fake_engine(records=mode)
@@ -241,7 +243,7 @@ def test_a_trace_is_json_with_no_negative_durations(tmp_path):
     engine.abort("aborted while waiting")
     engine.abort("aborted before it came")
     run(engine)
-    engine.records.to_chrome_trace(tmp_path / "trace.json")
+    to_chrome_trace(engine.records, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {(event["ph"], event["pid"]) for event in events} == {("X", 0)}
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in events)
@@ -278,7 +280,6 @@ def test_a_summary_keeps_the_counts_and_histograms_of_full_records_and_no_list()
     assert (summary.requests, summary.steps, summary.live) == ([], [], {})
     assert (summary.totals, summary.peaks) == (full.totals, full.peaks)
     assert (summary.began, summary.ended) == (full.began, full.ended)
-    assert full.histograms == {}
     for name, values in durations(full).items():
         histogram = Histogram()
         histogram.add(*values)

@@ -8,6 +8,8 @@ from tiny import SHAPES, random_tensors, tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
 from minillm.ladder.quantized import kv_bytes_per_token
+from minillm.load.config import ModelConfig
+from minillm.load.weights import make_model
 from minillm.measure.roofline import (
     Ceilings,
     StepShape,
@@ -19,8 +21,6 @@ from minillm.measure.roofline import (
     read_numbers,
     weight_numbers,
 )
-from minillm.model.config import ModelConfig
-from minillm.model.llama import Llama
 
 FAMILIES = {
     "tied": {},
@@ -49,7 +49,7 @@ class NoAttention:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_matrix_flops_are_two_per_multiply_accumulate(shape):
     config = tiny_config(shape)
-    model = Llama(config, random_tensors(config), packed=False)
+    model = make_model(config, random_tensors(config), packed=False)
     with FlopCounterMode(display=False) as counter, torch.inference_mode():
         model.forward(torch.arange(7), torch.arange(7), NoAttention(), logit_rows=torch.tensor([2, 6]))
     work = least_work(config, "fp32", StepShape(tokens=7, due=2, stored=0, pairs=0), weight_bytes=0)

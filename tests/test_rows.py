@@ -13,6 +13,7 @@ from tiny import tiny_model
 from minillm.course.experiments import batching, common, limits, memory
 from minillm.course.setting import Setting
 from minillm.course.show.plots import knee_curve
+from minillm.fast.packed import weight_bytes
 from minillm.ladder.quantized import kv_bytes_per_token
 from minillm.measure.measurement import Measurement
 from minillm.measure.roofline import Ceilings, StepShape, read_numbers
@@ -108,7 +109,7 @@ def test_mbu_falls_with_the_width():
 def test_fewer_layers_read_fewer_bytes_and_share_the_weights():
     model = tiny_model()
     half = limits.first_layers(model, 1)
-    per_layer = sum(linear.weight_bytes for linear in model.layers[0].linears)
+    per_layer = sum(weight_bytes(getattr(model.layers[0], name)) for name in model.layers[0].LINEARS)
     assert model.weight_bytes - half.weight_bytes == per_layer and half.layers[0] is model.layers[0]
     assert model.config.num_hidden_layers == 2 == len(model.layers), "the model itself keeps them all"
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 from fakes import fake_engine
 
-from minillm.ladder.engine import Engine
+from minillm.fast.engine import Engine
 from minillm.ladder.request import SamplingParams
 
 

@@ -15,10 +15,11 @@ from fakes import busy_engines, expected_output, fake_engine, on_random_workload
 from hypothesis import given
 from tiny import tiny_model
 
+from minillm.fast.engine import Engine
+from minillm.guard.inputs import RequestError
 from minillm.ladder.continuous import StepPlan
 from minillm.ladder.decode import decode_cached, decode_recomputing
-from minillm.ladder.engine import Engine
-from minillm.ladder.request import Request, RequestError, SamplingParams, TokenEvent
+from minillm.ladder.request import Request, SamplingParams, TokenEvent
 
 
 def params(max_tokens: int = 4, **more) -> SamplingParams:
@@ -122,8 +123,8 @@ def test_a_preempted_request_resumes_where_it_was(prefix_cache, chunked_prefill)
             (row,) = (row for row in step.plan.rows if row.request is victim)
             assert (row.start > 0) == prefix_cache
             assert row.start + len(row.tokens) == known > victim.num_prompt  # prompt and output so far
-            assert row.due  # so the next token comes at once
-    assert (victim.id, victim.arrival, victim.order) == ("young", 0.0, 2)
+            assert row.samples  # so the next token comes at once
+    assert (victim.id, victim.arrival, victim.arrival_number) == ("young", 0.0, 2)
     assert outputs(everything) == {
         "old": expected_output((1, 2, 3, 4), 12), "young": expected_output((5, 6, 7, 8), 12),
     }
@@ -393,7 +394,7 @@ def test_every_step_gets_on_within_its_budget(engine):
     for step in watched(engine):
         assert step.tokens_fed or step.plan.preempted or any(event.finished for event in step.events)
         fed = sum(len(row.tokens) for row in step.plan.rows)
-        one_long_row = len(step.plan.rows) == 1 and not engine.scheduler.chunked_prefill  # a long recomputation
+        one_long_row = len(step.plan.rows) == 1 and not engine.chunked_prefill  # a long recomputation
         assert fed <= engine.scheduler.max_step_tokens or one_long_row
         assert len(step.plan.rows) <= engine.scheduler.max_batch
         assert len({id(row.request) for row in step.plan.rows}) == len(step.plan.rows), "one request in two rows"
@@ -406,9 +407,10 @@ def test_the_youngest_is_sent_away_and_never_the_oldest(engine):
     for step in watched(engine):
         victims = step.plan.preempted
         stayed = [request for request in step.running if request not in victims]
-        assert all(victim.order > request.order for victim in victims for request in stayed)
+        assert all(victim.arrival_number > request.arrival_number for victim in victims for request in stayed)
         assert not step.running or step.running[0] not in victims
-        assert [victim.order for victim in victims] == sorted((v.order for v in victims), reverse=True)
+        numbers = [victim.arrival_number for victim in victims]
+        assert numbers == sorted(numbers, reverse=True)
         assert not (victims and step.plan.admitted), "somebody joined in the step in which another was sent away"
         assert not (victims and just_joined), "somebody joined for whom there was no room a step later"
         just_joined = step.plan.admitted
@@ -424,23 +426,23 @@ def test_first_come_first_served_and_a_bounded_wait_at_the_head_of_the_queue(eng
 
     def noted_add(request):
         ahead = sum(r.num_prompt + r.params.max_tokens for r in (*scheduler.running, *scheduler.waiting))
-        at_most[request.id] = number + 1 + ahead * (1 if scheduler.chunked_prefill else 2)
+        at_most[request.id] = number + 1 + ahead * (1 if engine.chunked_prefill else 2)
         add(request)
 
     scheduler.add = noted_add
     number = 0
     for number, step in enumerate(watched(engine)):
         for request in step.plan.admitted:
-            if request.order not in joined:  # else it comes back after a preemption
-                assert joined == [*range(1, request.order)]
+            if request.arrival_number not in joined:  # else it comes back after a preemption
+                assert joined == [*range(1, request.arrival_number)]
                 assert number <= at_most[request.id]
-                joined.append(request.order)
+                joined.append(request.arrival_number)
 
 
 @on_random_workloads
 @given(busy_engines())
 def test_everybody_gets_just_their_tokens(engine):
-    requests = [entry[2] for entry in engine._arrivals] + list(engine.scheduler.waiting)
+    requests = [entry[2] for entry in engine.arrivals] + list(engine.scheduler.waiting)
     given_out = outputs(steps(engine))
     for request in requests:
         number = min(request.params.max_tokens, request.params.stop_after or 99)

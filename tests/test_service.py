@@ -11,14 +11,14 @@ from minillm.course import diagnose
 from minillm.course.experiments import example, service
 from minillm.course.experiments.limits import gauges
 from minillm.course.show import names, service_plots
-from minillm.ladder.engine import Engine
+from minillm.fast.engine import Engine
+from minillm.load.config import ModelConfig
 from minillm.measure import fleet, metrics
 from minillm.measure.fitting import shape_of
 from minillm.measure.roofline import Ceilings, least_work
 from minillm.measure.service import Service
 from minillm.measure.virtual import CostModel, virtual_engine
 from minillm.measure.workload import WorkItem, play
-from minillm.model.config import ModelConfig
 
 VOCABULARY = 10_000  # random prompts draw ids below this
 LIMITS = Ceilings(bytes_per_s=1e15, flops_per_s=1e15)  # no tiny step comes near

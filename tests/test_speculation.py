@@ -24,6 +24,7 @@ from minillm.course.experiments.speculation import (
 )
 from minillm.course.prompts import CHAT_PROMPTS, COPY_PROMPTS
 from minillm.course.show.explore import Watched
+from minillm.ladder.continuous import StepPlan
 from minillm.ladder.speculative import NgramProposer, Speculator, verify_greedy
 
 COSTS = [{"part": "step cost", "batch": 2, "k": k, "times_plain": 1 + 0.25 * k} for k in (0, 4, 8)]
@@ -75,10 +76,10 @@ def test_drafts_are_counted_by_their_place_in_the_round():
     counted = Counted(ReplayProposer(right, lambda i: i % 4 != 2), 4)
     counted.proposer.prepare(tiny_model().config, 1, 16)
     request = SimpleNamespace(prompt_ids=[5], num_output=0)
-    row = SimpleNamespace(request=request, due=True, num_drafts=4, drafts=[], start=0, end=1)
+    row = SimpleNamespace(request=request, samples=True, num_drafts=4, drafts=[], start=0, end=1)
     counted.proposer.propose([row])
     for _ in range(3):
-        counted.observe([row], [verify_greedy([9] * 5, row.drafts)], seconds=0.1)
+        counted.observe(StepPlan(0, [row], end=0.1), [verify_greedy([9] * 5, row.drafts)])
     assert counted.tried == [3, 3, 3, 0] and counted.right == [3, 3, 0, 0]
 
 

@@ -16,21 +16,16 @@ from tiny import random_tensors, tiny_config, tiny_model
 
 from minillm import Engine, SamplingParams, metrics
 from minillm.course.experiments.speculation import ReplayProposer
+from minillm.extras.adaptive import AdaptiveSpeculator, StepCost
+from minillm.extras.draft_model import DraftModelProposer
 from minillm.extras.drafter import DrafterProposer
-from minillm.ladder.attention import RowSpan, StepAttention
-from minillm.ladder.continuous import Row
+from minillm.fast.attention import FastAttention
+from minillm.ladder.attention import RowSpan
+from minillm.ladder.continuous import Row, StepPlan
 from minillm.ladder.decode import NoCache, decode_cached
 from minillm.ladder.sampling import probabilities
-from minillm.ladder.speculative import (
-    DraftModelProposer,
-    NgramIndex,
-    NgramProposer,
-    Speculator,
-    StepCost,
-    verify_greedy,
-    verify_sampled,
-)
-from minillm.model.llama import Llama
+from minillm.ladder.speculative import NgramIndex, NgramProposer, Speculator, verify_greedy, verify_sampled
+from minillm.load.weights import make_model
 
 TARGET, OTHER = tiny_model("t-wide"), tiny_model("t8-2", seed=3)
 DRAW = random.Random(1)
@@ -112,7 +107,7 @@ def test_among_equals_verification_takes_the_lowest_id_as_decoding_does(k):
     config = tiny_config("t8-2", vocab_size=96)
     tensors = random_tensors(config)
     tensors["model.embed_tokens.weight"][48:] = tensors["model.embed_tokens.weight"][:48]
-    model, prompts = Llama(config, tensors), [[n, n + 1, n] for n in range(6)]
+    model, prompts = make_model(config, tensors), [[n, n + 1, n] for n in range(6)]
     plain = [list(decode_cached(model, prompt, 24)) for prompt in prompts]
     assert all(token < 48 for answer in plain for token in answer)
     for proposer in (NgramProposer(), DraftModelProposer(model)):
@@ -260,12 +255,12 @@ def test_after_a_rollback_the_next_logits_come_from_the_same_stored_bytes(kv_for
     def checked(plan):
         before = deepcopy(executor.storage)
         spans = [RowSpan(row.start, len(row.tokens), row.request.block_table, not row.idle) for row in plan.rows]
-        cache = StepAttention(before, spans, 4, executor.scratch_slot, model.config.query_group, model.dtype)
+        cache = FastAttention(before, spans, 4, executor.scratch_slot)
         fed = torch.tensor([token for row in plan.rows for token in row.tokens])
         want = forward(fed, cache.positions, cache, cache.first + cache.count - 1)
         outputs = run(plan)
-        lengths = torch.tensor([1 + len(row.drafts) for row in plan.rows if row.due])
-        due = torch.tensor([row.due for row in plan.rows])
+        lengths = torch.tensor([1 + len(row.drafts) for row in plan.rows if row.samples])
+        due = torch.tensor([row.samples for row in plan.rows])
         torch.testing.assert_close(seen[-1][lengths.cumsum(0) - lengths], want[due], atol=2e-4, rtol=1e-3)
         return outputs
 
@@ -319,15 +314,20 @@ def test_step_cost_is_the_median_of_what_was_seen_and_a_line_elsewhere():
     assert falling.seconds(9) == pytest.approx(0.020), "a line that falls would promise steps in no time"
 
 
+def step(rows: list[Row], seconds: float) -> StepPlan:
+    """A step of these rows that took so long."""
+    return StepPlan(budget=0, rows=rows, end=seconds)
+
+
 def lengths_chosen(accepts: float, draft_costs: float, batch: int = 8, steps: int = 400) -> list[int]:
     """The adaptive k of each step, where drafts are right with a chance and each makes the step so much longer."""
-    draw, speculator = random.Random(1), Speculator(NgramProposer(), 6, adaptive=True)
+    draw, speculator = random.Random(1), AdaptiveSpeculator(NgramProposer(), 6)
     chosen = []
     for _ in range(steps):
         k = speculator.draft_length(batch)
-        rows = [Row(request=None, start=9, end=10, due=True, num_drafts=k) for _ in range(batch)]
+        rows = [Row(request=None, start=9, end=10, samples=True, num_drafts=k) for _ in range(batch)]
         right = [next((i for i in range(k) if draw.random() >= accepts), k) for _ in rows]
-        speculator.observe(rows, [[1] * (count + 1) for count in right], 1.0 + draft_costs * k)
+        speculator.observe(step(rows, 1.0 + draft_costs * k), [[1] * (count + 1) for count in right])
         chosen.append(k)
     return chosen
 
@@ -348,51 +348,53 @@ def test_the_adaptive_length_finds_the_best_one_and_costs_little_on_the_way(acce
 
 
 def test_the_adaptive_length_notices_that_text_and_load_have_changed():
-    speculator, chosen = Speculator(NgramProposer(), 4, adaptive=True), []
+    speculator, chosen = AdaptiveSpeculator(NgramProposer(), 4), []
     for step in range(1200):
         k = speculator.draft_length(4)
         right = k if 400 <= step < 800 else 0  # nothing, then everything, then nothing is guessed
-        rows = [Row(request=None, start=9, end=10, due=True, num_drafts=k) for _ in range(4)]
-        speculator.observe(rows, [[1] * (right + 1)] * 4, 1.0 + 0.1 * k)
+        rows = [Row(request=None, start=9, end=10, samples=True, num_drafts=k) for _ in range(4)]
+        speculator.observe(step(rows, 1.0 + 0.1 * k), [[1] * (right + 1)] * 4)
         chosen.append(k)
     assert [median(chosen[end - 100 : end]) for end in (400, 800, 1200)] == [0, 4, 0]
 
 
 def test_steps_that_read_prompts_teach_nothing_of_what_drafts_cost():
-    speculator = Speculator(NgramProposer(), 4, adaptive=True)
+    speculator = AdaptiveSpeculator(NgramProposer(), 4)
     decoding, reading = Row(None, 9, 10, True, num_drafts=1), Row(None, 0, 7, False)
-    speculator.observe([decoding, reading], [[1]], 5.0)
+    speculator.observe(step([decoding, reading], 5.0), [[1]])
     assert not speculator.costs and speculator.acceptance[0] < 0.5
 
 
 def test_a_step_costs_what_its_most_drafts_cost_and_counts_for_the_rows_that_decode():
-    speculator = Speculator(NgramProposer(), 4, adaptive=True)
+    speculator = AdaptiveSpeculator(NgramProposer(), 4)
     rows = [Row(None, 9, 10, True, num_drafts=k) for k in (1, 3, 2)] + [Row(None, 9, 10, False, idle=True)]
-    speculator.observe(rows, [[1]] * 3, 5.0)
+    speculator.observe(step(rows, 5.0), [[1]] * 3)
     assert {size: list(cost.recent) for size, cost in speculator.costs.items()} == {2: [3]}
 
 
 def test_the_first_round_which_reads_prompts_does_not_speak_against_drafts():
-    speculator = Speculator(NgramProposer(), 4, adaptive=True)
+    speculator = AdaptiveSpeculator(NgramProposer(), 4)
     for seconds in (10.0, 1.0, 1.1, 1.0):
-        speculator.observe([Row(None, 9, 10, True, num_drafts=speculator.draft_length(1))], [[1]], seconds)
+        rows = [Row(None, 9, 10, True, num_drafts=speculator.draft_length(1))]
+        speculator.observe(step(rows, seconds), [[1]])
     cost = speculator.costs[1]
     assert (cost.seconds(0), cost.seconds(1)) == (1.0, 1.1)
 
 
 def test_the_lengths_beside_the_best_one_and_none_are_tried_now_and_then():
-    speculator = Speculator(NgramProposer(), 6, adaptive=True)
+    speculator = AdaptiveSpeculator(NgramProposer(), 6)
     speculator.acceptance = [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     for _ in range(4):
-        speculator.observe([Row(None, 9, 10, True)], [[1]], 1.0)
+        speculator.observe(step([Row(None, 9, 10, True)], 1.0), [[1]])
     assert Counter(speculator.draft_length(1) for _ in range(60)) == {3: 57, 4: 1, 2: 1, 0: 1}
 
 
 def test_an_engine_asks_for_the_rows_that_decode_and_tells_what_the_step_took():
     """The second prompt takes two steps, in which only the first request decodes."""
-    speculator, asked = Speculator(NoProposer(), 2, adaptive=True), []
+    speculator, asked = AdaptiveSpeculator(NoProposer(), 2), []
     engine = fake_engine(seconds=0.25, say=lambda request: [7], speculator=speculator, max_step_tokens=8)
-    engine.scheduler.draft_length = lambda batch: asked.append(batch) or speculator.draft_length(batch)
+    draft_length = speculator.draft_length
+    speculator.draft_length = lambda batch: asked.append(batch) or draft_length(batch)
     engine.add([1, 2], SamplingParams(5))
     engine.step()
     engine.add([3] * 12, SamplingParams(3))

@@ -14,7 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from minillm.ladder.request import RequestError, SamplingParams, TokenEvent
+from minillm.guard.inputs import RequestError
+from minillm.ladder.request import SamplingParams, TokenEvent
 
 POOL = 7
 # Prompts that share beginnings, in whole blocks and in parts of one.

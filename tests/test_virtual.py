@@ -11,6 +11,7 @@ from minillm.course.experiments.prediction import LIMITS, swelling
 from minillm.ladder.quantized import kv_bytes_per_token
 from minillm.ladder.records import Records
 from minillm.ladder.request import SamplingParams
+from minillm.load.config import ModelConfig
 from minillm.measure import metrics
 from minillm.measure.fitting import corrections, fit, step_seconds
 from minillm.measure.fleet import least_loaded, round_robin, run_until, serve, serve_disaggregated
@@ -25,7 +26,6 @@ from minillm.measure.virtual import (
     virtual_engine,
 )
 from minillm.measure.workload import WorkItem, chat, lognormal, play, shared_prefix
-from minillm.model.config import ModelConfig
 
 SMALL = tiny_config(max_position_embeddings=8192)
 TOKEN_BYTES = kv_bytes_per_token(SMALL, "bf16")
@@ -314,7 +314,7 @@ def test_time_between_steps_counts_where_work_went_on_and_not_where_the_engine_w
 
 def test_too_short_a_run_is_refused():
     with pytest.raises(ValueError, match="0 recorded steps cannot settle 5 numbers"):
-        fit(Records("summary"), SMALL, "bf16", 1000)
+        fit(Records(), SMALL, "bf16", 1000)
 
 
 # -- several engines ------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 from tiny import random_tensors, tiny_config, tiny_model
 
 from minillm import Engine, SamplingParams, quantize_weights
-from minillm.fast.linear import (
+from minillm.fast.weight_formats import (
     WEIGHT_FORMATS,
     WEIGHT_GROUP,
     Int4Linear,
@@ -18,8 +18,8 @@ from minillm.fast.linear import (
     int8_weight,
 )
 from minillm.ladder.decode import NoCache
-from minillm.model.codes import even_group
-from minillm.model.llama import Llama
+from minillm.ladder.quantized import even_group
+from minillm.load.weights import make_model
 
 BF16 = 2.0**-8  # a bf16 number is off by at most 2**-9 of itself; here twice: the activation, and the output
 
@@ -87,7 +87,7 @@ def test_products_are_those_of_the_dequantised_weight(kind, shape, rows, bias):
 
 
 def test_plain_products_where_there_are_no_kernels(monkeypatch):
-    monkeypatch.setattr("minillm.fast.linear.has_kernels", lambda: False)
+    monkeypatch.setattr("minillm.fast.weight_formats.has_kernels", lambda: False)
     weight, x = random(48, 64), random(5, 64)
     for kind in (Int8Linear, Int4Linear):
         layer = kind(weight)
@@ -100,14 +100,14 @@ def test_plain_products_where_there_are_no_kernels(monkeypatch):
 def test_a_model_in_one_call(weight_format, packed):
     """The head is untied and 8 bits in both; the table and the model that was given stay as they are."""
     config = tiny_config("t8-2", vocab_size=160)
-    plain = Llama(config, random_tensors(config), packed=packed)
+    plain = make_model(config, random_tensors(config), packed=packed)
     table = plain.embedding.clone()
     model = quantize_weights(plain, weight_format)
     assert plain.weight_format is None and not isinstance(plain.layers[0].qkv, Int8Linear | Int4Linear)
     assert model.embedding is plain.embedding and torch.equal(plain.embedding, table)
     assert isinstance(model.head, Int8Linear)
     kind = WEIGHT_FORMATS[weight_format][0]
-    assert all(isinstance(linear, kind) for layer in model.layers for linear in layer.linears)
+    assert all(isinstance(getattr(layer, name), kind) for layer in model.layers for name in layer.LINEARS)
     numbers = plain.weight_bytes // 4
     assert 4 / 8 * numbers < model.weight_bytes < 8.6 / 8 * numbers  # codes, and scales besides
     tokens = torch.arange(12)

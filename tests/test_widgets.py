@@ -17,10 +17,10 @@ from minillm.course.experiments import common
 from minillm.course.experiments.speculation import ReplayProposer
 from minillm.course.show import explore, plots, widgets
 from minillm.ladder.speculative import NgramProposer, Speculator
+from minillm.load.config import ModelConfig
 from minillm.measure import metrics
 from minillm.measure.capacity import capacity
 from minillm.measure.workload import lognormal
-from minillm.model.config import ModelConfig
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 

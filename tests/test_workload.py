@@ -7,7 +7,7 @@ import pytest
 from fakes import fake_engine
 from tiny import tiny_config
 
-from minillm.ladder.engine import Engine
+from minillm.fast.engine import Engine
 from minillm.measure import metrics
 from minillm.measure.virtual import VirtualClock
 from minillm.measure.workload import WORKLOADS, WorkItem, articles_static, at_quantiles, make_workload, play
@@ -22,7 +22,7 @@ class OneSecondSteps:
     def run(self, plan):
         self.clock.advance(1.0)
         self.token += len(plan.rows)
-        return [[self.token + i] for i in range(sum(row.due for row in plan.rows))]
+        return [[self.token + i] for i in range(sum(row.samples for row in plan.rows))]
 
 
 def engine_on_a_virtual_clock(**settings):

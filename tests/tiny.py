@@ -4,8 +4,8 @@ from functools import cache
 
 import torch
 
-from minillm.model.config import ModelConfig
-from minillm.model.llama import Llama
+from minillm.fast.model import FastLlama
+from minillm.load.config import ModelConfig
 
 SHAPES = {
     "t8-2": dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=2, head_dim=8),
@@ -55,6 +55,6 @@ def random_tensors(config: ModelConfig, seed: int = 0, std: float = 0.08) -> dic
 
 
 @cache
-def tiny_model(shape: str = "t8-2", seed: int = 0, **changes) -> Llama:
+def tiny_model(shape: str = "t8-2", seed: int = 0, **changes) -> FastLlama:
     config = tiny_config(shape, **changes)
-    return Llama(config, random_tensors(config, seed))
+    return FastLlama(config, random_tensors(config, seed))

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from minillm.load.config import ModelConfig
 from minillm.load.tokenizer import BYTE_OF_CHARACTER
-from minillm.model.config import ModelConfig
 
 CHARACTER_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
 SPECIAL = ("<bos>", "<eos>", "<end>")

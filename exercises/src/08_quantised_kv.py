@@ -4,7 +4,7 @@
 # A key of 64 numbers takes 128 bytes in 16 bits. In 8 bits it takes 66, in 4 bits 40. Here you write the two formats
 # of rung 5, as the cache stores them.
 #
-# **To look at**: notebook 5; in the package `minillm/model/codes.py`.
+# **To look at**: notebook 5; in the package `minillm/ladder/quantized.py`.
 
 # %%
 import torch

@@ -126,9 +126,9 @@ check("summarise", summarise)
 # An A100 in virtual time, at three loads. Which figure tells first that it is too much?
 
 # %% tags=["demo"]
+from minillm.load.config import ModelConfig
 from minillm.measure.virtual import CostModel, virtual_engine
 from minillm.measure.workload import chat, play
-from minillm.model.config import ModelConfig
 
 cost = CostModel.of_device("a100-80gb", ModelConfig.preset("llama-3-8b"))
 for requests_per_s in (4, 8, 16):

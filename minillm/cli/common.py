@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from minillm.guard.inputs import check_at_least
 from minillm.load.source import DEFAULT
-from minillm.model.config import check_at_least
 
 
 def add_model(parser) -> None:
@@ -63,7 +63,7 @@ def workload_settings(arguments) -> dict:
 @contextmanager
 def lengths_that_fit() -> Iterator[None]:
     """A workload's request that can never run is refused with the option that makes it shorter."""
-    from minillm.ladder.request import RequestError
+    from minillm.guard.inputs import RequestError
 
     try:
         yield

@@ -18,8 +18,8 @@ from minillm.cli.common import (
     write,
     write_json,
 )
+from minillm.guard.inputs import check_at_least
 from minillm.load.source import DEFAULT
-from minillm.model.config import check_at_least
 
 OVERHEAD_COLUMNS = {
     "batch_rows": "rows", "queued": "queued", "step_ms": "step ms", "min_ms": "min", "max_ms": "max",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from minillm.cli.common import add_model, add_outputs, bar, write
+from minillm.guard.inputs import check_at_least
 from minillm.load.source import DEFAULT
-from minillm.model.config import check_at_least
 
 LADDER_COLUMNS = {
     "rung": "rung", "name": "name", "tokens_per_s": "tokens/s", "times_rung_before": "x before",

@@ -10,12 +10,12 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from minillm.ladder.quantized import native_format
+from minillm.load.config import ModelConfig
 from minillm.load.source import DEFAULT
 from minillm.load.tokenizer import Tokenizer, load_tokenizer
 from minillm.load.weights import load_model
 from minillm.measure.measurement import Measurement, Spread, provenance
 from minillm.measure.roofline import Ceilings, StepShape, StepWork, least_work, measure_ceilings
-from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 
 GPU_MODEL = "random:llama-3-8b"  # on a GPU the default model is too small to be worth timing

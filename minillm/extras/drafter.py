@@ -26,13 +26,11 @@ from safetensors.torch import load
 from torch import Tensor
 from torch.nn import functional as F
 
-from minillm.fast.linear import Packing, make_linear
-from minillm.ladder.attention import StepAttention, to_device
+from minillm.extras.draft_model import DraftModelProposer
+from minillm.ladder.attention import StepAttention
 from minillm.ladder.continuous import Row
-from minillm.ladder.speculative import DraftModelProposer
 from minillm.model.config import ModelConfig
-from minillm.model.elementwise import rms_norm
-from minillm.model.llama import CacheView, DecoderLayer, Llama, WeightReader, rotation_for
+from minillm.model.llama import CacheView, DecoderLayer, Llama, Weights, rms_norm, rotation_for
 
 SHAPE = ("hidden_size", "vocab_size", "num_hidden_layers")  # by which a card tells targets apart
 WEIGHTS = Path(__file__).parent.parent / "weights" / "smollm2-135m-instruct-drafter.safetensors"
@@ -41,25 +39,23 @@ WEIGHTS = Path(__file__).parent.parent / "weights" / "smollm2-135m-instruct-draf
 class Drafter:
     """The layer, what joins its two inputs, and the rows of the target's head that it may propose."""
 
-    def __init__(self, target: Llama, tensors: Mapping[str, Tensor], packed: Packing = "auto") -> None:
+    def __init__(self, target: Llama, tensors: Mapping[str, Tensor], linear=None) -> None:
         """tensors: `fuse.weight` [H, 2 H], `ids` [V'], and a decoder layer under transformers' names.
 
         Raises ValueError where they do not fit the target.
         """
         self.target, self.device, self.dtype = target, target.device, target.dtype
         self.config = replace(target.config, num_hidden_layers=1)
-        hidden = self.config.hidden_size
         if not self.config.tie_word_embeddings:
             raise ValueError("the drafter shares the target's embedding as its head; this target's head is another")
-        weights = {name: tensor for name, tensor in tensors.items() if name != "ids"}
-        take = WeightReader(weights, self.device, self.dtype, packed)
-        self.layer = DecoderLayer(self.config, take, 0)
-        self.fuse = take.linear({"fuse": hidden}, 2 * hidden, with_bias=False)
-        take.finish()
+        linear = linear or target.linear
+        weights = Weights(tensors, self.device, self.dtype, linear)
+        self.layer = DecoderLayer(self.config, weights, 0)
+        self.fuse = weights.linear("fuse")
         self.ids = tensors["ids"].long().to(self.device)  # [V']
         if int(self.ids.max()) >= self.config.vocab_size:
             raise ValueError(f"the drafter proposes id {int(self.ids.max())}; the target has {self.config.vocab_size}")
-        self.head = make_linear(target.embedding[self.ids], None, packed)  # [V', H]
+        self.head = linear(target.embedding[self.ids])  # [V', H]
 
     def forward(self, tokens: Tensor, positions: Tensor, before: Tensor, cache: CacheView) -> Tensor:
         """tokens [N], positions [N], before [N, H]: the state before each -> a guess at the state behind it [N, H].
@@ -71,7 +67,7 @@ class Drafter:
         scaled = F.rms_norm(embedded, embedded.shape[-1:], eps=self.config.rms_norm_eps)
         x = self.fuse(torch.cat((before / self.target.norm, scaled), dim=-1))
         rotation = rotation_for(positions, self.target.inverse_frequencies, self.dtype)
-        return self.norm(self.layer.forward(x, rotation, cache, 0))
+        return self.norm(self.layer.forward(x, rotation, cache))
 
     def norm(self, hidden: Tensor) -> Tensor:
         """The target's final norm over hidden states [N, H]."""
@@ -90,7 +86,7 @@ class DrafterProposer(DraftModelProposer):
         super().__init__(drafter)
         self.bytes_per_token += drafter.config.hidden_size * drafter.dtype.itemsize  # the state in each slot
 
-    def prepare(self, config: ModelConfig, num_blocks: int, block_size: int) -> None:
+    def prepare(self, config: ModelConfig, num_blocks: int, block_size: int, attention=StepAttention) -> None:
         """Make the storage. Raises ValueError if it serves an engine already, or the engine's is another target."""
         target = self.model.target.config
         if (config.hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
@@ -98,13 +94,13 @@ class DrafterProposer(DraftModelProposer):
                 f"the drafter is for {target.hidden_size} hidden and {target.vocab_size:,} ids; "
                 f"this model has {config.hidden_size} and {config.vocab_size:,}"
             )
-        super().prepare(config, num_blocks, block_size)
+        super().prepare(config, num_blocks, block_size, attention)
         self.none_before = self.scratch + 1  # what stands before the first token: zeros
         self.states = torch.zeros(self.none_before + 1, config.hidden_size, dtype=self.model.dtype,
                                   device=self.model.device)  # [slots, H]
         self.guessed: dict[int, Tensor] = {}  # by row, the guess at the state behind its newest draft
 
-    def observe(self, rows: Sequence[Row], slots: Tensor, hidden: Tensor) -> None:
+    def observe(self, slots: Tensor, hidden: Tensor) -> None:
         """Keep the target's states [N, H] of a step's tokens, in the slots [N] of their keys and values."""
         self.states[slots] = self.model.norm(hidden)
 
@@ -126,7 +122,8 @@ class DrafterProposer(DraftModelProposer):
     def _logits(self, rows: Sequence[Row], ids: Tensor, cache: StepAttention) -> Tensor:
         """-> logits [rows, V], of which only the drafter's own ids can be drafted."""
         known = [] if self.guessed else [self._slots_before(rows, cache)]
-        positions, last, *known = to_device([cache.positions, cache.first + cache.count - 1, *known], ids.device)
+        counts = torch.tensor([span.count for span in cache.spans])
+        positions, last, *known = (x.to(ids.device) for x in (cache.positions, counts.cumsum(0) - 1, *known))
         before = self.states[known[0]] if known else torch.stack([self.guessed[id(row)] for row in rows])  # [N, H]
         x = self.model.forward(ids, positions, before, cache)[last]
         self.guessed = dict(zip(map(id, rows), x, strict=True))
@@ -137,9 +134,9 @@ class DrafterProposer(DraftModelProposer):
     def _slots_before(self, rows: Sequence[Row], cache: StepAttention) -> Tensor:
         """The slot of the token before each of a call's tokens [N]."""
         slots = []
-        for row, start, count in zip(rows, cache.start.tolist(), cache.count.tolist(), strict=True):
-            own = torch.from_numpy(self._slots(row.request, max(start - 1, 0), start + count - 1))
-            slots.append(own if start else F.pad(own, (1, 0), value=self.none_before))
+        for row, span in zip(rows, cache.spans, strict=True):
+            own = torch.from_numpy(self._slots(row.request, max(span.start - 1, 0), span.start + span.count - 1))
+            slots.append(own if span.start else F.pad(own, (1, 0), value=self.none_before))
         return torch.cat(slots)
 
 

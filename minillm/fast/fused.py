@@ -1,4 +1,7 @@
-"""The functions of elementwise.py as three Triton kernels, for a GPU: one launch, one read and one write each.
+"""What stands between the matrices of a layer as three Triton kernels: one launch, one read and one write each.
+
+On a GPU these few operations per number still cost time in plain PyTorch, since each is a launch of some
+microseconds that reads its input from memory and writes its result back.
 
 A program takes what one sum or one rotation needs at once, in registers:
 
@@ -16,6 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from minillm.model.llama import CacheView, DecoderLayer, Rotation, rms_norm
 
 COLUMNS = 1024  # of a block of `gate`
 
@@ -66,7 +71,7 @@ def gate_kernel(both, out, row, INNER: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def add_norm(x: Tensor, change: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As in elementwise.py: x, change [N, H] -> their sum and its norm, both [N, H]."""
+    """x, change [N, H] -> their sum, which is the residual stream, and its norm, both [N, H]."""
     rows, hidden = x.shape
     total, normed = x.new_empty(2, rows, hidden)
     block = triton.next_power_of_2(hidden)
@@ -78,7 +83,7 @@ def add_norm(x: Tensor, change: Tensor, weight: Tensor, eps: float) -> tuple[Ten
 
 
 def rotate(heads: Tensor, rotation: tuple[Tensor, Tensor], norm: Tensor | None, eps: float) -> Tensor:
-    """As in elementwise.py: heads [N, h, D] rotated, and normed before where there is a `norm` [h, D]."""
+    """As `llama.rotate`: heads [N, h, D] rotated, and normed before where there is a `norm` [h, D]."""
     rows, number, head_dim = heads.shape
     out = heads.new_empty(heads.shape)
     rotate_kernel[(rows, number)](
@@ -89,8 +94,24 @@ def rotate(heads: Tensor, rotation: tuple[Tensor, Tensor], norm: Tensor | None, 
 
 
 def gate(both: Tensor) -> Tensor:
-    """As in elementwise.py: both [N, 2 inner] -> [N, inner]."""
+    """As `llama.gate`: both [N, 2 inner] -> [N, inner]."""
     rows, inner = len(both), both.shape[1] // 2
     out = both.new_empty(rows, inner)
     gate_kernel[(rows, triton.cdiv(inner, COLUMNS))](both, out, both.stride(0), inner, COLUMNS, num_warps=4)
     return out
+
+
+class FusedLayer(DecoderLayer):
+    """A decoder layer with these kernels between its matrices."""
+
+    def forward(self, x: Tensor, rotation: Rotation, cache: CacheView) -> Tensor:
+        """x [N, H] -> [N, H]."""
+        eps = self.config.rms_norm_eps
+        q, k, v = self.project(rms_norm(x, self.attention_norm, eps), rotation)
+        attended = cache.attend(self.index, q, k, v)  # [N, Hq, D]
+        x, normed = add_norm(x, self.output(attended.flatten(1)), self.mlp_norm, eps)  # two of [N, H]
+        return x + self.down(gate(self.gate_up(normed)))
+
+    def rotate(self, heads: Tensor, rotation: Rotation) -> Tensor:
+        """Queries and keys [N, Hq + Hkv, D], normalised first where the model does that -> the same, rotated."""
+        return rotate(heads, rotation, self.head_norm, self.config.rms_norm_eps)

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from minillm.ladder.attention import SHORT_ROW, StepAttention, kernels_for, to_device
+from minillm.fast.attention import SHORT_ROW, FastAttention, kernels_for
+from minillm.fast.device import to_device
 
 MOST_TOKENS = 512  # a larger step computes for so long that its launches hide behind it
 
@@ -71,11 +72,11 @@ class StepGraphs:
         self.tables = torch.zeros(most, most_blocks, dtype=torch.long, device=model.device)
         self.graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}  # by size: replay, hidden states [size, H]
 
-    def fits(self, step: StepAttention) -> bool:
+    def fits(self, step: FastAttention) -> bool:
         """Whether a step is small enough: few tokens, and no row with the tiles of a prompt."""
         return len(step.positions) <= self.sizes[-1] and int(step.count.max()) <= SHORT_ROW
 
-    def hidden_states(self, tokens: Tensor, step: StepAttention) -> Tensor:
+    def hidden_states(self, tokens: Tensor, step: FastAttention) -> Tensor:
         """tokens [N], on the CPU as the step's tables are -> `Llama.hidden_states` [N, H], until the next replay."""
         size = self.sizes[bisect_left(self.sizes, len(tokens))]
         self.fill(size, tokens, step)
@@ -100,7 +101,7 @@ class StepGraphs:
             self.inputs[2 * size : 3 * size] = self.scratch_slot
             self.graph(size)
 
-    def fill(self, size: int, tokens: Tensor, step: StepAttention) -> None:
+    def fill(self, size: int, tokens: Tensor, step: FastAttention) -> None:
         """Write a step's inputs, padded, into the buffers."""
         padding = (0, size - len(tokens))
         rows = torch.arange(len(step.count))

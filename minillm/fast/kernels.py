@@ -35,7 +35,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.ladder.attention import SHORT_ROW, StepAttention, to_device
+from minillm.fast.attention import SHORT_ROW, FastAttention
+from minillm.fast.device import to_device
 
 SHORT_TILE, LONG_TILE = 16, 64  # BLOCK_M of rows with few new tokens, and of prompts
 KEYS = {1: 64, 2: 64, 4: 32}  # S, by the bytes of a model's number: two tiles of keys and values fit shared memory
@@ -299,7 +300,7 @@ class StepKernels:
         group = getattr(self.storage.keys, "group", 2)  # only int4 has groups
         shape = {
             "HEADS": k.shape[1], "D": k.shape[2], "BLOCK_D": max(16, triton.next_power_of_2(k.shape[2])),
-            "FORMAT": kernel_format(self.storage.kv_format), "GROUP": group,
+            "FORMAT": getattr(self.storage.keys, "kv_format", "native"), "GROUP": group,
         }
         store_kernel[(len(k), k.shape[1])](
             k, v, self.new_slots, *numbers, *k.stride()[:2], *v.stride()[:2], **shape,
@@ -333,12 +334,12 @@ class StepKernels:
             )
 
 
-def step_kernels(step: StepAttention) -> StepKernels:
+def step_kernels(step: FastAttention, query_group: int) -> StepKernels:
     """The launches of an eager step: tiles of 16 for rows with few new tokens, larger ones for prompts."""
     is_short, blocks, fields = step.count <= SHORT_ROW, [], []
     for rows, least in ((is_short, SHORT_TILE), (~is_short, LONG_TILE)):
         b = rows.nonzero()[:, 0]
-        block_m, tokens = tile_tokens(least, step.query_group)
+        block_m, tokens = tile_tokens(least, query_group)
         blocks.append(block_m)
         fields.append(make_tiles(b, step.first[b], step.start[b], step.count[b], tokens))
     new_slots, tables, *fields = to_device([step.new_slots, step.tables, *fields], step.storage.device)
@@ -350,11 +351,6 @@ def raw_tensors(store, layer: int) -> tuple[Tensor, Tensor, Tensor]:
     codes = store.numbers if hasattr(store, "numbers") else store.codes
     scales, minima = getattr(store, "scales", codes), getattr(store, "minima", codes)
     return codes[layer], scales[layer], minima[layer]
-
-
-def kernel_format(kv_format: str) -> str:
-    """The kernels' name of a format: the native ones differ in nothing but their pointers' types."""
-    return kv_format if kv_format in ("int8", "fp8", "int4") else "native"
 
 
 def dot_type(dtype: torch.dtype):

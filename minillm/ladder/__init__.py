@@ -1,1 +1,1 @@
-"""The ladder: the decode loop, one idea a file. Read decode, static, continuous, paged, in that order."""
+"""The ladder: the decode loop, one idea a file. For every reader, in the order that the README lists."""

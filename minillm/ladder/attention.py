@@ -1,46 +1,98 @@
-"""Cached attention: rows of any length over one paged store. Here in plain PyTorch.
+"""Cached attention for many rows: each of any length, all over one store of token slots.
 
-One step's tokens lie flat, row after row. Row b brings n_b new tokens and then has S_b
-tokens stored, of which its new ones are the last:
+A step's tokens lie flat, row after row. Row b brings n_b new tokens; with them it has S_b tokens
+stored, of which the new ones are the last:
 
     tokens   |  row 0: n=1  |  row 1: n=1  |  row 2: n=4            |
     sees     |  S=9         |  S=30        |  S=12: 9, 10, 11, 12   |   (row-causal, with an offset)
 
-`StepAttention` is built once per step and used by every layer. It works out where each
-new token is stored and which slots each row may read. On a GPU `kernels.py` does the rest.
-Elsewhere the rows are gathered into a few padded groups, since one product over many short
-rows costs less than many small ones. A padded place repeats a slot of its own row and is
-masked: a slot that nobody owns may hold anything, and 0 times NaN is NaN.
+The store is one long run of slots, cut into blocks; a row's block table says where its tokens lie:
 
-Letters: N tokens of the step, B rows of a group, n new tokens a row, S stored tokens a
-row, Hq and Hkv heads, G = Hq / Hkv query heads that share a KV head, D head_dim.
+    block table [5, 2], 4 slots to a block:   token 0 in slot 20, 1 in 21, ... 4 in slot 8, 5 in slot 9
+
+`StepAttention` is built once per step and used by every layer: write the new keys and values to
+their slots, then gather each row's slots and attend as rung 1 does. `fast/` has a quicker one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from itertools import chain
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from minillm.model.elementwise import triton_module
+from minillm.ladder.decode import attend
+from minillm.model.config import ModelConfig
 
-SHORT_ROW = 16  # rows with at most this many new tokens share a group; longer ones are computed alone
-CONTEXT_CHUNK = 4096  # stored tokens gathered at a time, so that memory does not grow with the context
-GROUP_SPREAD = 1.5  # the longest context of a group over its shortest, at most (contexts under 64 count as 64)
+
+class Store(Protocol):
+    """The keys, or the values, of all slots in every layer."""
+
+    nbytes: int
+
+    def write(self, layer: int, slots: Tensor, x: Tensor) -> None:
+        """Store x [N, Hkv, D] in slots [N]."""
+        ...
+
+    def read(self, layer: int, slots: Tensor) -> Tensor:
+        """Slots [M] -> [M, Hkv, D]."""
+        ...
+
+
+class NativeStore:
+    """Numbers as the model computed them, [L, slots, Hkv, D]."""
+
+    def __init__(self, config: ModelConfig, slots: int, device: str | torch.device, dtype: torch.dtype) -> None:
+        shape = (config.num_hidden_layers, slots, config.num_key_value_heads, config.head_dim)
+        self.numbers = torch.empty(shape, dtype=dtype, device=device)
+        self.nbytes = self.numbers.nbytes
+
+    def write(self, layer: int, slots: Tensor, x: Tensor) -> None:
+        """Store x [N, Hkv, D] in slots [N]."""
+        self.numbers[layer].index_copy_(0, slots, x.to(self.numbers.dtype))
+
+    def read(self, layer: int, slots: Tensor) -> Tensor:
+        """Slots [M] -> [M, Hkv, D]."""
+        return self.numbers[layer].index_select(0, slots)
+
+
+class KVStorage:
+    """Keys and values of all slots. What a slot holds before it is written is undefined, and never read.
+
+    key_transform: a change of q and k together, before k is stored (rung 5).
+    """
+
+    def __init__(self, keys: Store, values: Store, device: str | torch.device, key_transform=None) -> None:
+        self.keys, self.values, self.key_transform = keys, values, key_transform
+        self.device, self.nbytes = torch.device(device), keys.nbytes + values.nbytes
+
+    def prepare(self, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [N, Hq, D] and k [N, Hkv, D] as attention and storage are to use them."""
+        return (q, k) if self.key_transform is None else self.key_transform.apply(layer, q, k)
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store k, v [N, Hkv, D] in slots [N]."""
+        self.keys.write(layer, slots, k)
+        self.values.write(layer, slots, v)
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of slots [M], each [M, Hkv, D]."""
+        return self.keys.read(layer, slots), self.values.read(layer, slots)
+
+
+def native_storage(config: ModelConfig, slots: int, device: str | torch.device, dtype: torch.dtype) -> KVStorage:
+    """Storage for `slots` tokens in the model's own dtype."""
+    return KVStorage(*(NativeStore(config, slots, device, dtype) for _ in range(2)), device)
 
 
 @dataclass(frozen=True)
 class RowSpan:
     """A row's part of a step: `count` tokens from position `start`, over the blocks of `block_table`.
 
-    With `stores=False` the new tokens' keys and values go to scratch and the row reads what
-    it had stored before.
+    With `stores=False` the new tokens' keys and values go to the scratch slot, which is past the
+    pool's last block, and the row reads what it had stored before.
     """
 
     start: int
@@ -48,197 +100,35 @@ class RowSpan:
     block_table: Sequence[int]
     stores: bool = True
 
-
-@dataclass(frozen=True)
-class RowGroup:
-    """Rows that are attended together, padded to one shape."""
-
-    tokens: Tensor  # [B, n] which of the step's N tokens; a padded place repeats the row's last
-    slots: Tensor  # [B, S] which slots of the store; a padded place repeats the row's last
-    mask: Tensor  # [B, 1, n G, S] added to the scores: 0 where the token may look, else -inf
+    def slots(self, block_size: int) -> Tensor:
+        """Where the row's tokens lie, from the first to the last of this step [S]."""
+        position = torch.arange(self.start + self.count)
+        table = torch.tensor(self.block_table)
+        return table[position // block_size] * block_size + position % block_size
 
 
 class StepAttention:
     """The cache as one step's forward pass sees it (the model's `CacheView`)."""
 
-    def __init__(
-        self,
-        storage,
-        spans: Sequence[RowSpan],
-        block_size: int,
-        scratch_slot: int,
-        query_group: int,
-        dtype: torch.dtype,
-    ) -> None:
-        """scratch_slot: where rows that store nothing write. query_group: G. dtype: the model's."""
-        self.storage, self.spans, self.block_size = storage, spans, block_size
-        self.query_group, self.dtype = query_group, dtype
-        self.start = torch.tensor([span.start for span in spans])  # [B]
-        self.count = torch.tensor([span.count for span in spans])  # [B]
-        self.first = self.count.cumsum(0) - self.count  # [B] where the row begins among the N tokens
-        self.tables = padded_tables([span.block_table for span in spans])  # [B, widest]
-
-        row = torch.repeat_interleave(self.count)  # [N]
-        self.positions = self.start[row] + torch.arange(len(row)) - self.first[row]  # [N]
-        stores = torch.tensor([span.stores for span in spans])[row]
-        slots = self._slots(row, self.positions)
-        self.new_slots = torch.where(stores, slots, scratch_slot)  # [N], as all of this on the CPU
-
-    @cached_property
-    def kernels(self):
-        """The step as Triton kernels take it, its tables on the device; None where the plain path computes it."""
-        kernels = kernels_for(self.storage.device)
-        return kernels and kernels.step_kernels(self)
-
-    @cached_property
-    def written(self) -> Tensor:
-        """The slots of the new tokens [N], on the device."""
-        return self.new_slots.to(self.storage.device)
-
-    @cached_property
-    def groups(self) -> list[RowGroup]:
-        """The step as the plain path takes it."""
-        return [self._group(torch.tensor(rows)) for rows in group_rows(self.spans)]
+    def __init__(self, storage: KVStorage, spans: Sequence[RowSpan], block_size: int, scratch_slot: int) -> None:
+        """scratch_slot: where rows that store nothing write."""
+        self.storage, self.spans = storage, spans
+        slots = [span.slots(block_size) for span in spans]  # each [S]
+        new = [own[span.start :] for own, span in zip(slots, spans, strict=True)]  # each [n]
+        new = [own if span.stores else own.new_full(own.shape, scratch_slot)
+               for own, span in zip(new, spans, strict=True)]
+        self.positions = torch.cat([torch.arange(span.start, span.start + span.count) for span in spans])  # [N]
+        self.new_slots = torch.cat(new).to(storage.device)  # [N]
+        self.slots = [own.to(storage.device) for own in slots]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k, v [N, Hkv, D], then attend q [N, Hq, D] -> [N, Hq, D]."""
-        if self.kernels:
-            return self.kernels.attend(layer, q, k, v)
+        """Store k, v [N, Hkv, D], then attend q [N, Hq, D], row by row -> [N, Hq, D]."""
         q, k = self.storage.prepare(layer, q, k)
-        self.storage.write(layer, self.written, k, v)
-        if len(self.groups) == 1 and len(q) == len(self.count):  # one new token a row: nothing to pad or to sort
-            return attend_stored(q[:, None], self.storage, layer, self.groups[0])[:, 0]
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for group in self.groups:
-            # a repeated token is written twice, with the same value
-            out[group.tokens] = attend_stored(q[group.tokens], self.storage, layer, group)
+        self.storage.write(layer, self.new_slots, k, v)
+        out, first = torch.empty_like(q), 0
+        for span, slots in zip(self.spans, self.slots, strict=True):
+            row = slice(first, first + span.count)
+            keys, values = self.storage.read(layer, slots)  # each [S, Hkv, D]
+            out[row] = attend(q[row], keys.to(q.dtype), values.to(q.dtype), span.start)
+            first += span.count
         return out
-
-    def _slots(self, row: Tensor, position: Tensor) -> Tensor:
-        """Where the block tables put these positions of these rows."""
-        return self.tables[row, position // self.block_size] * self.block_size + position % self.block_size
-
-    def _group(self, rows: Tensor) -> RowGroup:
-        """Pad the rows [B] to one shape."""
-        start, count = self.start[rows, None], self.count[rows, None]  # [B, 1]
-        stored = torch.minimum(torch.arange(int((start + count).max())), start + count - 1)  # [B, S]
-        new = torch.minimum(torch.arange(int(count.max())), count - 1)  # [B, n]
-        sees = torch.arange(stored.shape[1]) <= (start + new)[:, :, None]  # [B, n, S]
-        mask = additive_mask(sees, self.query_group, self.dtype)
-        group = self.first[rows, None] + new, self._slots(rows[:, None], stored), mask
-        return RowGroup(*(tensor.to(self.storage.device) for tensor in group))
-
-
-def padded_tables(tables: Sequence[Sequence[int]]) -> Tensor:
-    """Block tables as one tensor [B, widest], short ones filled up with zeros.
-
-    By way of one flat list, which takes a tenth of the time of a tensor from nested ones.
-    """
-    lengths = torch.tensor([len(table) for table in tables])
-    padded = torch.zeros(len(tables), int(lengths.max()), dtype=torch.long)
-    flat = np.fromiter(chain.from_iterable(tables), np.int64, int(lengths.sum()))
-    padded[torch.arange(padded.shape[1]) < lengths[:, None]] = torch.from_numpy(flat)
-    return padded
-
-
-@cache
-def kernels_for(device: torch.device):
-    """The module `kernels` if it runs on this device, else None."""
-    return triton_module("minillm.fast.kernels", device)
-
-
-def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of whole numbers, as int64 on the device: in one transfer, for which nothing waits."""
-    flat = send(torch.cat([tensor.flatten().long() for tensor in tensors]), device)
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU's, on the device. From pinned memory, since a transfer from other memory makes CUDA wait."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
-
-
-def group_rows(spans: Sequence[RowSpan]) -> list[list[int]]:
-    """Which rows to attend together, in their order: short rows of similar context; each long row by itself."""
-    groups: list[list[int]] = []
-    together, limit = [], 0.0
-    for b in sorted(range(len(spans)), key=lambda b: spans[b].start + spans[b].count):
-        length = spans[b].start + spans[b].count
-        if spans[b].count > SHORT_ROW:
-            groups.append([b])
-        elif length <= limit:
-            together.append(b)
-        else:
-            together, limit = [b], GROUP_SPREAD * max(length, 64)
-            groups.append(together)
-    return [sorted(group) for group in groups]
-
-
-def attend_stored(q: Tensor, storage, layer: int, group: RowGroup) -> Tensor:
-    """q [B, n, Hq, D] over the stored tokens of a group -> [B, n, Hq, D].
-
-    A long context is read a chunk at a time, and the chunks' softmaxes are merged (online
-    softmax: Milakov and Gimelshein, 2018): what is gathered, and dequantised where the
-    storage does that, never grows with the context.
-    """
-    if group.slots.shape[1] <= CONTEXT_CHUNK:
-        return attend(q, *read_rows(storage, layer, group.slots, q.dtype), group.mask)
-    highest = total = weighted = None
-    for at in range(0, group.slots.shape[1], CONTEXT_CHUNK):
-        k, v = read_rows(storage, layer, group.slots[:, at : at + CONTEXT_CHUNK], torch.float32)
-        queries = fold_heads(q, k.shape[2]).float() * q.shape[3] ** -0.5  # [B, Hkv, n G, D]
-        scores = queries @ k.permute(0, 2, 3, 1) + group.mask[..., at : at + CONTEXT_CHUNK]  # [B, Hkv, n G, chunk]
-        top = scores.amax(-1, keepdim=True)
-        if highest is None:  # every token sees position 0, so the first chunk's highest is a real score
-            highest, total, weighted = top, 0.0, 0.0
-        top = torch.maximum(highest, top)
-        weights, shrink = torch.exp(scores - top), torch.exp(highest - top)
-        weighted = weighted * shrink + weights @ v.transpose(1, 2)  # [B, Hkv, n G, D]
-        total = total * shrink + weights.sum(-1, keepdim=True)  # [B, Hkv, n G, 1]
-        highest = top
-    return unfold_heads(weighted / total, q).to(q.dtype)
-
-
-def read_rows(storage, layer: int, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values of `slots` [B, S], each [B, S, Hkv, D] in `dtype`."""
-    k, v = storage.read(layer, slots.flatten())
-    return k.unflatten(0, slots.shape).to(dtype), v.unflatten(0, slots.shape).to(dtype)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Grouped-query attention: q [B, n, Hq, D], k and v [B, S, Hkv, D], mask [B, 1, n G, S] -> [B, n, Hq, D].
-
-    The G query heads that share a KV head become G further rows of queries, so that no key
-    is copied (Ainslie et al., 2023).
-    """
-    out = F.scaled_dot_product_attention(
-        fold_heads(q, k.shape[2]), k.transpose(1, 2), v.transpose(1, 2), mask
-    )  # [B, Hkv, n G, D]
-    return unfold_heads(out, q)
-
-
-def fold_heads(q: Tensor, kv_heads: int) -> Tensor:
-    """q [B, n, Hq, D] -> [B, Hkv, n G, D]: head h of a token belongs to KV head h // G."""
-    rows, new, heads, head_dim = q.shape
-    grouped = q.reshape(rows, new, kv_heads, heads // kv_heads, head_dim).transpose(1, 2)  # [B, Hkv, n, G, D]
-    return grouped.reshape(rows, kv_heads, -1, head_dim)
-
-
-def unfold_heads(out: Tensor, q: Tensor) -> Tensor:
-    """[B, Hkv, n G, D] -> the shape of q [B, n, Hq, D]."""
-    rows, new, heads, head_dim = q.shape
-    kv_heads = out.shape[1]
-    return out.view(rows, kv_heads, new, heads // kv_heads, head_dim).transpose(1, 2).reshape(q.shape)
-
-
-def additive_mask(sees: Tensor, query_group: int, dtype: torch.dtype) -> Tensor:
-    """sees [B, n, S] -> what to add to the scores [B, 1, n G, S], once for all layers."""
-    mask = torch.zeros(sees.shape, dtype=dtype).masked_fill_(~sees, -torch.inf)
-    return mask.repeat_interleave(query_group, dim=1)[:, None]
-
-
-def causal_mask(start: int, count: int, query_group: int, dtype: torch.dtype) -> Tensor:
-    """The mask [1, 1, n G, S] of one row of `count` new tokens after `start` stored ones."""
-    sees = torch.arange(start + count) <= torch.arange(start, start + count)[None, :, None]  # [1, n, S]
-    return additive_mask(sees, query_group, dtype)

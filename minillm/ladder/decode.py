@@ -1,8 +1,13 @@
 """Rungs 0 and 1: one sequence, first without a cache, then with one.
 
-Rung 0 runs the whole text through the model for every token. Rung 1 keeps each layer's
-keys and values, so that a step feeds one token. Compare the two loops: the only change is
-what is fed, and what attention is handed.
+Rung 0 runs the whole text through the model for every token. Rung 1 keeps each layer's keys
+and values, so that a step feeds one token. Compare the two loops: all that changes is what is
+fed, and what attention is handed.
+
+    step     rung 0 feeds          rung 1 feeds    and reads from its cache
+    1        a b c                 a b c
+    2        a b c d               d               a b c
+    3        a b c d e             e               a b c d
 """
 
 from __future__ import annotations
@@ -11,10 +16,23 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from minillm.ladder.attention import attend, causal_mask
-from minillm.ladder.request import check_prompt
+from minillm.guard.inputs import check_prompt
 from minillm.model.llama import Llama
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    """q [N, Hq, D] of the tokens from position `start` on, over k and v [S, Hkv, D] of the whole text -> [N, Hq, D].
+
+    Each token sees itself and all before it. Hq / Hkv query heads share a KV head, so `enable_gqa`.
+    """
+    mask = None  # one token, the last, sees everything
+    if len(q) > 1:
+        positions = torch.arange(len(k), device=q.device)
+        mask = positions <= positions[start:, None]  # [N, S]
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, tokens, D]
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)[0].transpose(0, 1)
 
 
 class NoCache:
@@ -22,8 +40,7 @@ class NoCache:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [N, Hq, D], k and v [N, Hkv, D] -> [N, Hq, D]."""
-        mask = causal_mask(0, len(q), q.shape[1] // k.shape[1], q.dtype).to(q.device)  # [1, 1, N G, N]
-        return attend(q[None], k[None], v[None], mask)[0]
+        return attend(q, k, v, start=0)
 
 
 class SequenceCache:
@@ -37,12 +54,11 @@ class SequenceCache:
         self.length = 0  # tokens stored by earlier forwards
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k, v [N, Hkv, D] behind what is there, then attend q [N, Hq, D] to all of it -> [N, Hq, D]."""
+        """Store k, v [N, Hkv, D] after the stored ones, then attend q [N, Hq, D] to all of them -> [N, Hq, D]."""
         end = self.length + len(q)
         self.keys[layer, self.length : end] = k
         self.values[layer, self.length : end] = v
-        mask = causal_mask(self.length, len(q), q.shape[1] // k.shape[1], q.dtype).to(q.device)  # [1, 1, N G, S]
-        return attend(q[None], self.keys[None, layer, :end], self.values[None, layer, :end], mask)[0]
+        return attend(q, self.keys[layer, :end], self.values[layer, :end], self.length)
 
 
 def decode_recomputing(

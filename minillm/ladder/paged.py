@@ -1,23 +1,23 @@
 """Rung 4: memory by block, prefixes shared.
 
-The cache is cut into blocks of a few tokens, and a sequence's block table lists the ones
-it holds, in order (PagedAttention: Kwon et al., 2023). A block is taken when a token needs
-it and returned when its last holder leaves. A full block is also entered in an index of
-prefixes, so that a later request that begins with the same tokens can hold it too.
-
-A block is in one of three states, and the pool is always their sum:
+The cache is cut into blocks of a few tokens, and a sequence's block table lists the ones it
+holds, in order (PagedAttention: Kwon et al., 2023). A block is taken when a token needs it and
+returned when its last holder leaves. A full block is also entered in an index of prefixes, so
+that a later request that begins with the same tokens can hold it too. A block is in one of
+three states, and the pool is always their sum:
 
     live    some block tables hold it; `references` says how many
-    cached  nobody holds it, but the index still knows its tokens: a hit revives it
+    cached  no table holds it, but the index still knows its tokens: a hit revives it
     free    its content means nothing
 
 "Slots", the older way, is another policy over the same pool: at admission it reserves one
-contiguous run for the longest that the request may become.
+contiguous run for the longest that the request may become. At a first reading skip `match`,
+`enter` and `evict`: without prefix sharing no block is ever cached.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import count
 
@@ -60,11 +60,11 @@ class BlockPool:
         return self.num_blocks - self.num_available
 
     def take(self, number: int) -> list[int] | None:
-        """`number` blocks for one holder; None, and nothing changed, if there are not so many."""
+        """`number` blocks for one holder; None, and nothing changed, if fewer are available."""
         if number > self.num_available:
             return None
         blocks = [self.free.popitem(last=False)[0] for _ in range(min(number, len(self.free)))]
-        blocks += [self._evict() for _ in range(number - len(blocks))]
+        blocks += [self.evict() for _ in range(number - len(blocks))]
         for block in blocks:
             self.references[block] = 1
         return blocks
@@ -83,7 +83,7 @@ class BlockPool:
         return None
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Hold blocks that the index found once more each."""
+        """Hold once more each of the blocks that `match` found."""
         for block in blocks:
             if self.references[block] == 0:
                 del self.cached[block]
@@ -105,7 +105,7 @@ class BlockPool:
         """The longest known prefix of `tokens` in whole blocks, at most `most_blocks`: their nodes and blocks."""
         nodes, blocks, node = [], [], ROOT
         for i in range(most_blocks):
-            found = self.node_of.get((node, self._tokens(tokens, i)))
+            found = self.node_of.get((node, self.block_tokens(tokens, i)))
             if found is None:
                 break
             node, block = found
@@ -116,42 +116,23 @@ class BlockPool:
     def enter(self, parent: int, tokens: Sequence[int], i: int, block: int) -> int:
         """Enter `block`, the i-th of `tokens`, under its parent node; returns its node.
 
-        If an equal block is known already, that one stays in the index, and this one is
-        merely not shared.
+        If an equal block is known already, that one stays in the index, and this one is not shared.
         """
-        key = (parent, self._tokens(tokens, i))
+        key = (parent, self.block_tokens(tokens, i))
         if key not in self.node_of:
             self.node_of[key] = (self.new_node(), block)
             self.key_of[block] = key
         return self.node_of[key][0]
 
-    def _tokens(self, tokens: Sequence[int], i: int) -> tuple[int, ...]:
-        return tuple(tokens[i * self.block_size : (i + 1) * self.block_size])
-
-    def _evict(self) -> int:
+    def evict(self) -> int:
         """The cached block that was used longest ago, which the index then forgets."""
         block, _ = self.cached.popitem(last=False)
         del self.node_of[self.key_of.pop(block)]
         return block
 
-    def check_invariants(self, tables: Iterable[Sequence[int]]) -> None:
-        """Raise InvariantError unless the pool agrees with itself and with the block tables."""
-        held = Counter(block for table in tables for block in table)
-        for block in range(self.num_blocks):
-            references, states = self.references[block], (block in self.free) + (block in self.cached)
-            if references != held[block]:
-                raise InvariantError(f"references: block {block} counts {references}, {held[block]} tables hold it")
-            if states != (references == 0):
-                raise InvariantError(f"free, cached: block {block} has {references} references, is in {states} of them")
-            if block in self.cached and block not in self.key_of:
-                raise InvariantError(f"cached: block {block} is kept, but the index does not know it")
-            if block in self.free and block in self.key_of:
-                raise InvariantError(f"key_of: block {block} is free, but still in the index")
-        for key, (_, block) in self.node_of.items():
-            if self.key_of.get(block) != key:
-                raise InvariantError(f"node_of: {key} leads to block {block}, which holds {self.key_of.get(block)}")
-        if len(self.key_of) != len(self.node_of):
-            raise InvariantError(f"key_of: {len(self.key_of)} blocks, but {len(self.node_of)} nodes")
+    def block_tokens(self, tokens: Sequence[int], i: int) -> tuple[int, ...]:
+        """The tokens of block i of a text."""
+        return tuple(tokens[i * self.block_size : (i + 1) * self.block_size])
 
 
 class Paged:
@@ -160,16 +141,17 @@ class Paged:
     def __init__(self, pool: BlockPool, prefix_cache: bool = True) -> None:
         self.pool, self.prefix_cache = pool, prefix_cache
 
-    def admit(self, request: Request, blocks: int, promised: int) -> bool:
-        """Give the request its known prefix, if its `blocks` fit beside the `promised` ones; else change nothing.
+    def admit(self, request: Request, needed: int, owed: int) -> bool:
+        """Give a waiting request its known prefix, or return False and change nothing.
 
-        One token is always left to compute, since logits are not cached.
+        needed: blocks for the tokens it brings, which must be available beside the blocks that
+        running requests are `owed`. One token is always left to compute, since logits are not cached.
         """
         nodes, hits = [], []
         if self.prefix_cache:
             nodes, hits = self.pool.match(request.tokens, (request.num_tokens - 1) // self.pool.block_size)
         revived = sum(self.pool.references[block] == 0 for block in hits)
-        if blocks - len(hits) + promised > self.pool.num_available - revived:
+        if needed - len(hits) + owed > self.pool.num_available - revived:
             return False
         self.pool.share(hits)
         request.block_table, request.prefix_nodes = hits, nodes
@@ -177,19 +159,15 @@ class Paged:
         return True
 
     def reserve(self, request: Request, num_kv: int) -> bool:
-        """Make room for `num_kv` stored tokens; False, and nothing changed, if the pool is dry."""
+        """Take the blocks for `num_kv` stored tokens; False, and nothing changed, if the pool has too few."""
         if num_kv <= len(request.block_table) * self.pool.block_size:
             return True
         blocks = self.pool.take(self.pool.blocks_for(num_kv) - len(request.block_table))
         request.block_table += blocks or []
         return blocks is not None
 
-    def steps_ahead(self, rows: int) -> int:
-        """Decode steps for which so many rows are sure to find memory: each takes a block in `block_size` steps."""
-        return self.pool.num_available // rows * self.pool.block_size
-
-    def settle(self, request: Request) -> None:
-        """After a step: return the blocks past `num_kv` (rejected drafts), and index the full ones."""
+    def after_step(self, request: Request) -> None:
+        """Return the blocks past `num_kv` (rejected drafts, a failed step), and index the full ones."""
         table, nodes, size = request.block_table, request.prefix_nodes, self.pool.block_size
         if len(table) * size - request.num_kv >= size:
             keep = self.pool.blocks_for(request.num_kv)
@@ -201,13 +179,9 @@ class Paged:
                 nodes.append(self.pool.enter(parent, request.tokens, i, table[i]))
 
     def release(self, request: Request) -> None:
-        """Return everything; its stored tokens are forgotten."""
+        """Return everything; the request's stored tokens are forgotten."""
         self.pool.release(request.block_table)
         request.block_table, request.prefix_nodes, request.num_kv = [], [], 0
-
-    def expected_blocks(self, request: Request) -> int:
-        """The length that the block table of a running request must have between steps."""
-        return self.pool.blocks_for(request.num_kv)
 
 
 class Slots:
@@ -216,8 +190,8 @@ class Slots:
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
 
-    def admit(self, request: Request, blocks: int, promised: int) -> bool:
-        """Reserve the run, or change nothing and return False. What is promised is reserved already."""
+    def admit(self, request: Request, needed: int, owed: int) -> bool:
+        """Reserve the run, or return False and change nothing. `needed` and `owed` matter to pages only."""
         run = self.pool.take_run(self.pool.blocks_for(request.max_kv))
         request.block_table = run or []
         return run is not None
@@ -226,18 +200,10 @@ class Slots:
         """Always True: the run was reserved for the longest."""
         return True
 
-    def steps_ahead(self, rows: int) -> int:
-        """Decode steps for which rows are sure to find memory: all that they may ever ask for."""
-        return self.pool.num_blocks * self.pool.block_size
-
-    def settle(self, request: Request) -> None:
+    def after_step(self, request: Request) -> None:
         """Nothing to return before the end, and nothing shared."""
 
     def release(self, request: Request) -> None:
         """Return the run."""
         self.pool.release(request.block_table)
         request.block_table, request.num_kv = [], 0
-
-    def expected_blocks(self, request: Request) -> int:
-        """The length that the block table of a running request must have between steps."""
-        return self.pool.blocks_for(request.max_kv)

@@ -1,9 +1,4 @@
-"""Rung 5: how keys and values are stored. Fewer bits a number, more tokens in the same memory.
-
-A storage is a long run of token slots; who owns which slot is the block pool's affair. The
-slots past the pool's last block are scratch: a row that must not touch the cache (an idle
-row of a static batch) writes there. What a slot holds before it is written is undefined:
-nobody reads it, so nobody clears it.
+"""Rung 5: keys and values in 8 and 4 bits. Fewer bits a number, more tokens in the same memory.
 
     format            a token's D numbers of one head                      bytes, D = 64
     fp32, bf16, fp16  as the model computed them                           256, 128, 128
@@ -12,27 +7,170 @@ nobody reads it, so nobody clears it.
     int4              groups of up to 32: x = q s + m, two q to a byte,    40
                       s and m in fp16
 
-Every token and head has scales of its own. So a slot can be written, rolled back and shared
-without a look at its neighbours, which a scale over several tokens would not allow.
-
-Keys are harder than values: a few of their channels are far larger than the rest, and one
-scale for all of a token's channels spends its steps on those (KIVI: Liu et al., 2024). A
-`KeyTransform` evens them out before storing, in a way that leaves every attention weight
-as it was: q and k change together.
+Every token and head has scales of its own, so a slot can be written, rolled back and shared without
+reading its neighbours, which a scale over several tokens would not allow. Rounding happens against
+a scale as it is stored. Keys are harder than values: a few of their channels are far larger than
+the rest (KIVI: Liu et al., 2024), so for fp8 and int4 q and k are rotated first. The engine is
+handed `storage_in` a format and knows nothing else of this file.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from minillm.load.weights import DTYPES
-from minillm.model.codes import even_group, fp8_decode, fp8_encode, int4_decode, int4_encode, int8_decode, int8_encode
+from minillm.ladder.attention import KVStorage, NativeStore
 from minillm.model.config import ModelConfig
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INT4_GROUP = 32
+SMALLEST_SCALE = 2.0**-24  # the smallest fp16 above 0: a scale below it would be stored as 0, and divide to NaN
+LARGEST_SCALE = 65504.0
+
+
+def stored_scale(scale: Tensor) -> Tensor:
+    """A positive scale as fp16 keeps it: never 0, never infinite."""
+    return scale.clamp(SMALLEST_SCALE, LARGEST_SCALE).half()
+
+
+def int8_encode(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., D] -> codes, the bits of int8 [..., D], and scales [...]."""
+    x = x.float()
+    scales = stored_scale(x.abs().amax(-1) / 127)
+    codes = (x / scales[..., None].float()).round().clamp(-127, 127)  # the stored scale may be a little small
+    return codes.to(torch.int8).view(torch.uint8), scales
+
+
+def int8_decode(codes: Tensor, scales: Tensor) -> Tensor:
+    """The inverse, in fp32."""
+    return codes.view(torch.int8).float().mul_(scales[..., None])
+
+
+def fp8_encode(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., D] -> codes, the bits of e4m3 [..., D], and scales [...]."""
+    x = x.float()
+    scales = stored_scale(x.abs().amax(-1) / 448)
+    codes = (x / scales[..., None].float()).clamp(-448, 448)  # e4m3 has no infinity: beyond 448 it is NaN
+    return codes.to(torch.float8_e4m3fn).view(torch.uint8), scales
+
+
+def fp8_decode(codes: Tensor, scales: Tensor) -> Tensor:
+    """The inverse, in fp32."""
+    return codes.view(torch.float8_e4m3fn).float().mul_(scales[..., None])
+
+
+def even_group(what: str, numbers: int, most: int) -> int:
+    """How many of a row's numbers share a scale in int4: its largest even divisor up to `most`; ValueError if odd."""
+    if numbers % 2:
+        raise ValueError(f"int4 packs two numbers to a byte, and {what} {numbers} is odd: take int8")
+    return next(size for size in range(most - most % 2, 0, -2) if numbers % size == 0)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Codes of 0 to 15 [..., D] -> bytes [..., D / 2]. Number 2i is in the low half of byte i."""
+    return (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """The inverse, [..., D]."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def int4_encode(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x [..., D] -> codes [..., D / 2], packed; scales and minima [..., D / group]."""
+    x = x.float().unflatten(-1, (-1, group))  # [..., D / group, group]
+    minima = x.amin(-1).clamp(-LARGEST_SCALE, LARGEST_SCALE).half()
+    scales = stored_scale((x.amax(-1) - minima.float()) / 15)
+    steps = (x - minima[..., None].float()) / scales[..., None].float()
+    return pack_nibbles(steps.round().clamp(0, 15).to(torch.uint8).flatten(-2)), scales, minima
+
+
+def int4_decode(codes: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
+    """The inverse, in fp32."""
+    steps = unpack_nibbles(codes).unflatten(-1, (scales.shape[-1], -1)).float()  # [..., D / group, group]
+    return torch.addcmul(minima[..., None].float(), steps, scales[..., None].float()).flatten(-2)
+
+
+# -- stores ---------------------------------------------------------------------------------------
+
+
+class ScaledStore:
+    """One byte a number, int8 or fp8 [L, slots, Hkv, D], and one fp16 scale per token and head."""
+
+    def __init__(self, config: ModelConfig, slots: int, device: str | torch.device, kv_format: str) -> None:
+        self.kv_format = kv_format
+        self.encode, self.decode = {"int8": (int8_encode, int8_decode), "fp8": (fp8_encode, fp8_decode)}[kv_format]
+        shape = (config.num_hidden_layers, slots, config.num_key_value_heads)
+        self.codes = torch.empty((*shape, config.head_dim), dtype=torch.uint8, device=device)  # bit patterns
+        self.scales = torch.empty(shape, dtype=torch.float16, device=device)
+        self.nbytes = self.codes.nbytes + self.scales.nbytes
+
+    def write(self, layer: int, slots: Tensor, x: Tensor) -> None:
+        """Store x [N, Hkv, D] in slots [N]."""
+        codes, scales = self.encode(x)
+        self.codes[layer].index_copy_(0, slots, codes)
+        self.scales[layer].index_copy_(0, slots, scales)
+
+    def read(self, layer: int, slots: Tensor) -> Tensor:
+        """Slots [M] -> [M, Hkv, D], fp32."""
+        return self.decode(self.codes[layer].index_select(0, slots), self.scales[layer].index_select(0, slots))
+
+
+class Int4Store:
+    """Two numbers to a byte; a scale and a minimum in fp16 per token, head and group of numbers."""
+
+    kv_format = "int4"
+
+    def __init__(self, config: ModelConfig, slots: int, device: str | torch.device) -> None:
+        self.group = even_group("head_dim", config.head_dim, INT4_GROUP)
+        shape = (config.num_hidden_layers, slots, config.num_key_value_heads)
+        groups = config.head_dim // self.group
+        self.codes = torch.empty((*shape, config.head_dim // 2), dtype=torch.uint8, device=device)
+        self.scales = torch.empty((*shape, groups), dtype=torch.float16, device=device)
+        self.minima = torch.empty((*shape, groups), dtype=torch.float16, device=device)
+        self.nbytes = self.codes.nbytes + self.scales.nbytes + self.minima.nbytes
+
+    def write(self, layer: int, slots: Tensor, x: Tensor) -> None:
+        """Store x [N, Hkv, D] in slots [N]."""
+        encoded = int4_encode(x, self.group)
+        for store, new in zip((self.codes, self.scales, self.minima), encoded, strict=True):
+            store[layer].index_copy_(0, slots, new)
+
+    def read(self, layer: int, slots: Tensor) -> Tensor:
+        """Slots [M] -> [M, Hkv, D], fp32."""
+        return int4_decode(*(store[layer].index_select(0, slots) for store in (self.codes, self.scales, self.minima)))
+
+
+STORES = {
+    **{name: partial(NativeStore, dtype=dtype) for name, dtype in DTYPES.items()},
+    **{name: partial(ScaledStore, kv_format=name) for name in ("int8", "fp8")},
+    "int4": Int4Store,
+}
+
+
+def kv_storage(
+    config: ModelConfig, kv_format: str, slots: int, device: str | torch.device = "cpu", key_transform=None
+) -> KVStorage:
+    """Storage for `slots` tokens in a format. ValueError for an unknown format, or a head_dim that it cannot pack."""
+    if kv_format not in STORES:
+        raise ValueError(f"unknown KV format {kv_format!r}; known: {', '.join(STORES)}")
+    keys, values = (STORES[kv_format](config, slots, device) for _ in range(2))
+    return KVStorage(keys, values, device, key_transform)
+
+
+def storage_in(kv_format: str, key_transform="auto") -> Callable[..., KVStorage]:
+    """What `Engine(storage=...)` takes. key_transform: a change of q and k together; "auto": the default."""
+
+    def make(config: ModelConfig, slots: int, device: str | torch.device) -> KVStorage:
+        auto = key_transform == "auto"
+        transform = default_transform(config, kv_format, device) if auto else key_transform
+        return kv_storage(config, kv_format, slots, device, transform)
+
+    return make
 
 
 def native_format(dtype: torch.dtype) -> str:
@@ -43,132 +181,9 @@ def native_format(dtype: torch.dtype) -> str:
 def kv_bytes_per_token(config: ModelConfig, kv_format: str) -> int:
     """Bytes of cache per token, scales counted: keys and values of all layers and KV heads.
 
-    Raises ValueError for an unknown format, or a head_dim that the format cannot pack.
+    Raises ValueError as `kv_storage` does.
     """
-    store = store_for(kv_format)
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * store.bytes_per_head(config.head_dim, kv_format)
-
-
-def store_for(kv_format: str) -> type:
-    """The class that stores this format; ValueError lists the formats."""
-    if kv_format not in STORES:
-        raise ValueError(f"unknown KV format {kv_format!r}; known: {', '.join(STORES)}")
-    return STORES[kv_format]
-
-
-class KVStorage:
-    """Keys and values of `slots` tokens in every layer, in one format."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        kv_format: str,
-        slots: int,
-        device: str | torch.device = "cpu",
-        key_transform: KeyTransform | None = None,
-    ) -> None:
-        kind, shape = store_for(kv_format), (config.num_hidden_layers, slots, config.num_key_value_heads)
-        self.keys = kind(shape, config.head_dim, kv_format, device)
-        self.values = kind(shape, config.head_dim, kv_format, device)
-        self.kv_format, self.key_transform, self.device = kv_format, key_transform, torch.device(device)
-
-    @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
-
-    def prepare(self, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q [N, Hq, D] and k [N, Hkv, D] as attention and storage are to use them."""
-        return (q, k) if self.key_transform is None else self.key_transform.apply(layer, q, k)
-
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store k, v [N, Hkv, D] in slots [N]."""
-        self.keys.write(layer, slots, k)
-        self.values.write(layer, slots, v)
-
-    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of slots [M], each [M, Hkv, D]: native ones as stored, others in fp32."""
-        return self.keys.read(layer, slots), self.values.read(layer, slots)
-
-
-class NativeStore:
-    """Numbers as the model computed them, [L, slots, Hkv, D]."""
-
-    def __init__(self, shape: tuple[int, int, int], head_dim: int, kv_format: str, device) -> None:
-        self.numbers = torch.empty((*shape, head_dim), dtype=DTYPES[kv_format], device=device)
-        self.nbytes = self.numbers.nbytes
-
-    @staticmethod
-    def bytes_per_head(head_dim: int, kv_format: str) -> int:
-        return head_dim * DTYPES[kv_format].itemsize
-
-    def write(self, layer: int, slots: Tensor, x: Tensor) -> None:
-        """x [N, Hkv, D]."""
-        self.numbers[layer].index_copy_(0, slots, x.to(self.numbers.dtype))
-
-    def read(self, layer: int, slots: Tensor) -> Tensor:
-        """[M, Hkv, D]."""
-        return self.numbers[layer].index_select(0, slots)
-
-
-class ScaledStore:
-    """One byte a number, int8 or fp8, and one fp16 scale per token and head."""
-
-    def __init__(self, shape: tuple[int, int, int], head_dim: int, kv_format: str, device) -> None:
-        self.encode, self.decode = {"int8": (int8_encode, int8_decode), "fp8": (fp8_encode, fp8_decode)}[kv_format]
-        self.codes = torch.empty((*shape, head_dim), dtype=torch.uint8, device=device)  # bit patterns
-        self.scales = torch.empty(shape, dtype=torch.float16, device=device)
-        self.nbytes = self.codes.nbytes + self.scales.nbytes
-
-    @staticmethod
-    def bytes_per_head(head_dim: int, kv_format: str) -> int:
-        return head_dim + 2
-
-    def write(self, layer: int, slots: Tensor, x: Tensor) -> None:
-        """x [N, Hkv, D]."""
-        codes, scales = self.encode(x)
-        self.codes[layer].index_copy_(0, slots, codes)
-        self.scales[layer].index_copy_(0, slots, scales)
-
-    def read(self, layer: int, slots: Tensor) -> Tensor:
-        """[M, Hkv, D], fp32."""
-        return self.decode(self.codes[layer].index_select(0, slots), self.scales[layer].index_select(0, slots))
-
-
-class Int4Store:
-    """Two numbers to a byte; a scale and a minimum in fp16 per token, head and group of numbers."""
-
-    def __init__(self, shape: tuple[int, int, int], head_dim: int, kv_format: str, device) -> None:
-        self.group = even_group("head_dim", head_dim, INT4_GROUP)
-        groups = head_dim // self.group
-        self.codes = torch.empty((*shape, head_dim // 2), dtype=torch.uint8, device=device)
-        self.scales = torch.empty((*shape, groups), dtype=torch.float16, device=device)
-        self.minima = torch.empty((*shape, groups), dtype=torch.float16, device=device)
-        self.nbytes = self.codes.nbytes + self.scales.nbytes + self.minima.nbytes
-
-    @staticmethod
-    def bytes_per_head(head_dim: int, kv_format: str) -> int:
-        return head_dim // 2 + 4 * (head_dim // even_group("head_dim", head_dim, INT4_GROUP))
-
-    def write(self, layer: int, slots: Tensor, x: Tensor) -> None:
-        """x [N, Hkv, D]."""
-        encoded = int4_encode(x, self.group)
-        for store, new in zip((self.codes, self.scales, self.minima), encoded, strict=True):
-            store[layer].index_copy_(0, slots, new)
-
-    def read(self, layer: int, slots: Tensor) -> Tensor:
-        """[M, Hkv, D], fp32."""
-        return int4_decode(*(store[layer].index_select(0, slots) for store in (self.codes, self.scales, self.minima)))
-
-
-STORES: dict[str, type] = {
-    **dict.fromkeys(DTYPES, NativeStore),
-    "int8": ScaledStore,
-    "fp8": ScaledStore,
-    "int4": Int4Store,
-}
-
-
-# -- keys made even -------------------------------------------------------------------------------
+    return kv_storage(config, kv_format, 1, "meta").nbytes
 
 
 class KeyTransform(Protocol):
@@ -180,7 +195,7 @@ class KeyTransform(Protocol):
 
 
 def default_transform(config: ModelConfig, kv_format: str, device: str | torch.device) -> KeyTransform | None:
-    """What needs no calibration and helps: a rotation for fp8 and int4. The steps of int8 are fine enough without."""
+    """A rotation for fp8 and int4, which needs no calibration; the steps of int8 are fine enough without."""
     return Rotation(config.head_dim, device) if kv_format in ("fp8", "int4") else None
 
 
@@ -205,36 +220,3 @@ class Rotation:
         """q [N, Hq, D], k [N, Hkv, D] -> the same, rotated."""
         matrix = self.matrix.to(q.dtype)
         return q @ matrix, k @ matrix
-
-
-class ChannelScaling:
-    """Store (k - mean) / scale, attend with q * scale; mean and scale per channel, calibrated once.
-
-    The scales cancel in q·k. Leaving out the mean takes the same q·mean from the score of
-    every key, which a softmax does not see.
-    """
-
-    def __init__(self, mean: Tensor, scale: Tensor) -> None:
-        """mean and scale [L, Hkv, D], scale positive."""
-        self.mean, self.scale = mean, scale
-
-    @classmethod
-    def calibrate(cls, keys: Tensor, queries: Tensor | None = None) -> ChannelScaling:
-        """From keys [L, N, Hkv, D] of some text: each channel's mean, and its largest distance from it as scale.
-
-        With the queries [L, N, Hq, D] of that text, scale = sqrt(largest distance / RMS query):
-        a channel that is asked for strongly is stored finely (as SmoothQuant does between
-        activations and weights: Xiao et al., 2023). A rotation afterwards evens out the rest.
-        """
-        keys = keys.float()
-        mean = keys.mean(1)  # [L, Hkv, D]
-        scale = (keys - mean[:, None]).abs().amax(1).clamp_min(1e-6)
-        if queries is not None:
-            grouped = queries.float().unflatten(2, (keys.shape[2], -1))  # [L, N, Hkv, G, D]
-            scale = (scale / grouped.square().mean((1, 3)).sqrt().clamp_min(1e-6)).sqrt()
-        return cls(mean, scale)
-
-    def apply(self, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q [N, Hq, D], k [N, Hkv, D] -> the same, scaled."""
-        mean, scale = self.mean[layer].to(k.dtype), self.scale[layer].to(k.dtype)  # [Hkv, D]
-        return q * scale.repeat_interleave(q.shape[1] // k.shape[1], dim=0), (k - mean) / scale

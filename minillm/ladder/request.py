@@ -1,40 +1,33 @@
-"""What a user asks for, what the engine remembers of it, and what comes back."""
+"""What a user asks for, what the engine remembers of it, and what comes back.
+
+The one thing to take along is the picture at `Request`: a request has two lengths. Tokens are
+known as soon as they are sampled; their keys and values are stored when they are fed, a step later.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from minillm.model.config import is_number
+from minillm.guard.inputs import check_sampling
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them overflows
-HOTTEST = 1e30  # far beyond "all tokens alike", and still a number in fp32
 
 RequestId = str | int
 
 
-class RequestError(ValueError):
-    """A request that can never run as asked; the message says which numbers clash."""
-
-
-def check_prompt(prompt_ids: Sequence[int]) -> None:
-    """Raise RequestError for an empty prompt, which gives the model nothing to continue."""
-    if not prompt_ids:
-        raise RequestError("the prompt is empty; it needs at least one token")
-
-
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to continue one prompt.
+    """How to continue one prompt. Raises RequestError for a value that cannot be meant.
 
     max_tokens: the cap on output tokens, and what a slot must reserve. temperature: 0, or
     anything under `GREEDY_BELOW`, is greedy. top_k, top_p: None keeps all. seed: None takes
-    one from the engine's seed and the request's place in line. stop: strings that end the
-    text, which is cut before them. stop_ids: ids that end it, besides the model's EOS ids,
-    which `ignore_eos` ignores. stop_after: a hidden end for experiments: after so many
-    tokens the request ends as if the model had said EOS; the scheduler cannot see it coming.
+    one from the engine's seed and the request's number. stop: strings that end the text,
+    which is cut before them. stop_ids: ids that end it, besides the model's EOS ids, which
+    `ignore_eos` ignores. stop_after: a hidden end for experiments: after so many tokens the
+    request ends as if the model had said EOS; the scheduler never reads it.
     """
 
     max_tokens: int = 64
@@ -48,33 +41,7 @@ class SamplingParams:
     stop_after: int | None = None
 
     def __post_init__(self) -> None:
-        one = isinstance(self.stop, str) or not isinstance(self.stop, Iterable | None)
-        object.__setattr__(self, "stop", (self.stop,) if one else tuple(() if self.stop is None else self.stop))
-        for name in ("max_tokens", "top_k", "seed", "stop_after"):
-            value = getattr(self, name)
-            whole = is_number(value) and hasattr(value, "__index__")
-            if not (whole or (value is None and name != "max_tokens")):
-                raise RequestError(f"{name} {value!r} is no whole number")
-        for name in ("temperature", "top_p"):
-            value = getattr(self, name)
-            if not (is_number(value) or (value is None and name == "top_p")):
-                raise RequestError(f"{name} {value!r} is no number")
-        if not all(isinstance(stop, str) for stop in self.stop):
-            raise RequestError(f"stop strings are texts, not {self.stop!r}; token ids belong to stop_ids")
-        if isinstance(self.stop_ids, str) or not isinstance(self.stop_ids, Collection | None):
-            raise RequestError(f"stop_ids {self.stop_ids!r} is no collection of token ids; texts belong to stop")
-        if self.max_tokens < 0:
-            raise RequestError(f"max_tokens {self.max_tokens} is negative; 0 gives an empty answer")
-        if not 0 <= self.temperature <= HOTTEST:
-            raise RequestError(f"temperature {self.temperature} must be from 0, which is greedy, to {HOTTEST:g}")
-        if self.top_k is not None and self.top_k < 1:
-            raise RequestError(f"top_k {self.top_k} would leave no token; use None to keep all")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p {self.top_p} must be above 0 and at most 1; None keeps all")
-        if self.stop_after is not None and self.stop_after < 1:
-            raise RequestError(f"stop_after {self.stop_after} must be at least 1 token")
-        if "" in self.stop:
-            raise RequestError("an empty stop string would end every text at once")
+        check_sampling(self)
 
     @property
     def greedy(self) -> bool:
@@ -110,27 +77,27 @@ class Request:
     id: RequestId
     prompt_ids: list[int]
     params: SamplingParams
-    arrival: float
-    seed: int
-    stop_ids: frozenset[int]
+    arrival: float = 0.0
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()
     num_prompt: int = field(init=False)
     max_kv: int = field(init=False)  # the most tokens it can ever store: the last output token is never fed
-    num_at_end: float = field(init=False)  # how many tokens there are when it ends, unless a stop comes before
-    order: int = 0  # its place in line: the lower, the longer it waits, and the later it is preempted
+    length_limit: float = field(init=False)  # tokens at which it ends, if no stop comes first
+    arrival_number: int = 0  # its place in the queue; of the running requests, the highest is preempted first
     tokens: list[int] = field(default_factory=list)  # prompt and output
     num_kv: int = 0
-    num_once_stored: int = 0  # stored before a preemption: feeding these again is not progress
+    num_kv_lost: int = 0  # stored before a preemption: feeding these again is not progress
     block_table: list[int] = field(default_factory=list)
     prefix_nodes: list[int] = field(default_factory=list)  # of its full blocks, in the pool's prefix index
     finish_reason: str | None = None  # "stop" | "length" | "abort"
-    cut: int | None = None  # where a stop string ended the answer, if accepted drafts go on behind it
+    cut: int | None = None  # where a stop string ended the answer, if its last step went on past it
     timing: Timing | None = None  # once it has finished
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)
         self.num_prompt = len(self.prompt_ids)
         self.max_kv = self.num_prompt + max(self.params.max_tokens, 1) - 1
-        self.num_at_end = self.num_prompt + min(self.params.max_tokens, self.params.stop_after or math.inf)
+        self.length_limit = self.num_prompt + min(self.params.max_tokens, self.params.stop_after or math.inf)
 
     @property
     def num_tokens(self) -> int:
@@ -145,28 +112,27 @@ class Request:
         return self.tokens[self.num_prompt : self.cut]
 
     @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-    @property
     def num_pending(self) -> int:
         """Tokens known but not yet fed: one when it decodes, more when it (re)computes a prompt."""
         return len(self.tokens) - self.num_kv
 
-    def extend(self, tokens: list[int]) -> list[int]:
-        """Take output tokens up to the one that ends the text; returns those taken. A stop comes before the cap."""
-        if len(self.tokens) + len(tokens) < self.num_at_end and self.stop_ids.isdisjoint(tokens):  # nearly always
-            self.tokens += tokens
-            return tokens
-        for number, token in enumerate(tokens, start=1):
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def extend(self, tokens: Sequence[int]) -> list[int]:
+        """Take output tokens up to the one that ends the text; returns those taken. A stop goes before the cap."""
+        taken = []
+        for token in tokens:
             self.tokens.append(token)
-            if token in self.stop_ids:
+            taken.append(token)
+            if token in self.stop_ids or self.num_output == self.params.stop_after:
                 self.finish_reason = "stop"
-            elif len(self.tokens) >= self.num_at_end:
-                self.finish_reason = "stop" if self.num_output == self.params.stop_after else "length"
-            if self.finish_reason:
-                return tokens[:number]
-        return tokens
+            elif len(self.tokens) >= self.length_limit:
+                self.finish_reason = "length"
+            if self.finished:
+                break
+        return taken
 
 
 @dataclass(frozen=True)

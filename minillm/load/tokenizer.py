@@ -7,7 +7,6 @@ UTF-8 decoder. Its cost per token is the same at the first and at the ten-thousa
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
 import os
@@ -20,6 +19,7 @@ import jinja2
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from minillm.ladder.text import TextStream
 from minillm.load.gguf_file import GGUFFile
 from minillm.load.source import DEFAULT, ModelNotFound, locate
 
@@ -98,7 +98,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of the ids; bytes that are no UTF-8 become U+FFFD, ids unknown to the tokenizer nothing."""
         data = b"".join(self.token_bytes(id) for id in ids if not (skip_special and id in self.special_ids))
-        return self._without_first_space(data.decode("utf-8", errors="replace"))
+        return self.without_first_space(data.decode("utf-8", errors="replace"))
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes that one token stands for."""
@@ -114,7 +114,7 @@ class Tokenizer:
             return bytes.fromhex(token[3:5])
         return token.replace("▁", " ").encode()
 
-    def _without_first_space(self, text: str) -> str:
+    def without_first_space(self, text: str) -> str:
         """SentencePiece puts a space before every word, which is taken off again where a text starts."""
         return text.removeprefix(" ") if self._strips_first_space else text
 
@@ -197,72 +197,6 @@ class Tokenizer:
         """sha256 of the map from tokens to ids: equal where two models mean the same by an id."""
         pairs = sorted(self.backend.get_vocab(with_added_tokens=True).items())
         return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
-
-
-class TextStream:
-    """The text of generated tokens, released as soon as it can no longer change.
-
-    `push` returns new text; `finish`, called once no token follows, returns what was still
-    held: half a character, or the beginning of a stop string that never came. Held is only
-    what must be: the bytes of a started character, and the longest end of the text that a
-    stop string begins with.
-
-    The rule by which ids and text agree: `text` is `tokenizer.decode(ids)` of the pushed
-    ids, cut before the leftmost stop string in it. The ids include the token that completed
-    the stop string; the text does not include the stop string, and further ids are ignored.
-    Stop strings are looked for in the generated text only, where special tokens have none.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        if "" in self.stop:
-            raise ValueError("an empty stop string would end every text at once")
-        self.stopped = False
-        self._tokenizer = tokenizer
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._at_start = True
-        self._held = ""  # characters that may yet turn out to begin a stop string
-        self._released: list[str] = []
-
-    @property
-    def text(self) -> str:
-        """All text released so far."""
-        return "".join(self._released)
-
-    def push(self, token_id: int) -> str:
-        """Take one token; return the text that is now certain, often one token's, sometimes none."""
-        if token_id in self._tokenizer.special_ids:
-            return ""
-        return self._release(self._utf8.decode(self._tokenizer.token_bytes(token_id)), keep=True)
-
-    def finish(self) -> str:
-        """Return what is left; a second call returns nothing."""
-        return self._release(self._utf8.decode(b"", final=True), keep=False)
-
-    def _release(self, new: str, keep: bool) -> str:
-        """Append `new` to what is held, and let go of all of it but what `keep` demands."""
-        if self.stopped:
-            return ""
-        if self._at_start and new:
-            new, self._at_start = self._tokenizer._without_first_space(new), False
-        held = self._held + new
-        matches = [place for stop in self.stop if (place := held.find(stop)) >= 0]
-        if matches:
-            self.stopped = True
-            end, self._held = min(matches), ""
-        else:
-            end = len(held) - (self._begun_stop(held) if keep else 0)
-            self._held = held[end:]
-        self._released.append(held[:end])
-        return held[:end]
-
-    def _begun_stop(self, text: str) -> int:
-        """Length of the longest end of `text` that a stop string begins with."""
-        longest = max((len(stop) - 1 for stop in self.stop), default=0)
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self.stop):
-                return length
-        return 0
 
 
 def _refuse(message: str) -> None:

@@ -19,16 +19,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minillm.fast.room import refuse_large_weights
+from minillm.fast.memory import refuse_large_weights
+from minillm.fast.model import FastLlama
+from minillm.fast.packed import Packing
+from minillm.ladder.quantized import DTYPES
+from minillm.load.config import ModelConfig, as_ids
 from minillm.load.gguf_file import GGUFFile
 from minillm.load.source import DEFAULT, ModelNotFound, locate
 from minillm.load.tokenizer import load_tokenizer
-from minillm.model.config import ModelConfig, as_ids
-from minillm.model.llama import Llama
 
 RANDOM = "random:"
+HEAD = "lm_head.weight"
 RANDOM_STD = 0.02  # the standard deviation these families are initialised with
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ def load_model(
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
     seed: int = 0,
-) -> Llama:
+) -> FastLlama:
     """A model, ready to run.
 
     name: the default chat model; a directory with config.json and .safetensors; a .gguf
@@ -59,7 +61,59 @@ def load_model(
         config, tensors = _read_gguf(path) if path.is_file() else _read_directory(path)
         log.info("%s: a text ends at any of the ids %s", name, config.eos_token_id)
     with refuse_large_weights(sum(map(math.prod, tensor_shapes(config).values())), dtype, device):
-        return Llama(config, tensors, device, dtype)
+        return make_model(config, tensors, device, dtype)
+
+
+def make_model(
+    config: ModelConfig, tensors: Mapping[str, Tensor], device="cpu", dtype=torch.float32, packed: Packing = "auto"
+) -> FastLlama:
+    """A model from tensors by transformers' names, each read once.
+
+    Raises ValueError naming the tensors that are missing, left over, of a wrong shape, or that
+    contradict `tie_word_embeddings`.
+    """
+    checked = CheckedTensors(config, tensors)
+    model = FastLlama(config, checked, device, dtype, packed)
+    checked.finish(model.embedding)
+    return model
+
+
+class CheckedTensors(Mapping[str, Tensor]):
+    """Tensors of which each is of the shape that the config asks for, and none is left over."""
+
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors, self.shapes = tensors, tensor_shapes(config)
+        self.names = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
+        if missing := [name for name in self.shapes if name not in self.names]:
+            raise ValueError(f"the weights lack {missing[0]}, and {len(missing)} in all")
+        if left := sorted(self.names - {*self.shapes, *([HEAD] if config.tie_word_embeddings else [])}):
+            raise ValueError(f"{len(left)} weights belong nowhere in this model, for example {', '.join(left[:3])}")
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.tensors[name]
+        if tuple(tensor.shape) != self.shapes[name]:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; the config asks for {self.shapes[name]}")
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def finish(self, embedding: Tensor) -> None:
+        """A tied model may bring its head as well, as transformers' state_dict does: it must be the embedding."""
+        if HEAD in self.shapes or HEAD not in self.names:
+            return
+        head = self.tensors[HEAD].to(embedding.device, embedding.dtype)
+        if not torch.equal(head, embedding):
+            raise ValueError(
+                "tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight: "
+                "set tie_word_embeddings to false, or drop lm_head.weight"
+            )
 
 
 class SafetensorsDirectory(Mapping[str, Tensor]):
@@ -146,7 +200,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
                 shapes[f"{mlp}{name}_proj.bias"] = shape[:1]
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        shapes[HEAD] = (config.vocab_size, hidden)
     return shapes
 
 

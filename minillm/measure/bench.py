@@ -10,7 +10,8 @@ from statistics import median
 import torch
 
 from minillm.course.setting import Progress, silent
-from minillm.ladder.engine import Engine
+from minillm.fast.engine import Engine
+from minillm.guard.inputs import check_at_least
 from minillm.ladder.quantized import native_format
 from minillm.load.weights import load_model
 from minillm.measure import metrics
@@ -19,7 +20,6 @@ from minillm.measure.measurement import Measurement, Spread, provenance
 from minillm.measure.reference import load_reference
 from minillm.measure.roofline import Ceilings, StepWork, least_work, measure_ceilings
 from minillm.measure.workload import WorkItem, make_workload, play
-from minillm.model.config import check_at_least
 from minillm.model.llama import Llama
 
 STATIC_BATCH = 8

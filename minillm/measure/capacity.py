@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass, replace
 
-from minillm.ladder.quantized import kv_bytes_per_token
-from minillm.load.weights import DTYPES
+from minillm.guard.inputs import check_at_least
+from minillm.ladder.quantized import DTYPES, kv_bytes_per_token
+from minillm.load.config import PRESETS, ModelConfig
 from minillm.measure.roofline import weight_numbers
-from minillm.model.config import PRESETS, ModelConfig, check_at_least
 
 GB = 10**9
 WEIGHT_BYTES = 2  # per weight, at 16 bits

@@ -29,11 +29,11 @@ from pathlib import Path
 import httpx
 import torch
 
+from minillm.guard.inputs import check_at_least, check_positive
 from minillm.ladder.records import Records, RequestRecord
 from minillm.measure import metrics
 from minillm.measure.measurement import MEASUREMENTS, SEE_ROWS, Measurement, device_name, measurement_path, provenance
 from minillm.measure.workload import WorkItem
-from minillm.model.config import check_at_least, check_positive
 
 OnChange = Callable[[dict], None]
 EVENTS_PER_TOKEN = 4  # more than any server sends: behind so many, an answer has no end
@@ -91,7 +91,7 @@ class Run:
 
     def records(self) -> Records:
         """As an engine's records, without its steps: what `metrics.seen_by_clients` takes."""
-        records = Records("all")
+        records = Records()
         records.requests = sorted(self.lives, key=lambda life: life.finish)
         for life in self.lives:
             records.totals["output_tokens"] += life.output_tokens

@@ -17,9 +17,9 @@ import torch
 
 from minillm.ladder.quantized import kv_bytes_per_token
 from minillm.ladder.records import Records, StepRecord
+from minillm.load.config import ModelConfig
 from minillm.measure.roofline import StepShape, least_work
 from minillm.measure.virtual import CostModel
-from minillm.model.config import ModelConfig
 
 STALLED = 3  # times what was predicted
 FEW, LIKELY = 4, 0.04  # steps; share of a step's time
@@ -121,7 +121,8 @@ def shape_of(step: StepRecord) -> StepShape:
     """A recorded step's shape. Records keep no positions: each token is taken to see the rows' mean context."""
     fed = step.prompt_tokens + step.decode_tokens + step.recomputed_tokens
     tokens = fed + step.drafted_tokens + step.idle_rows
-    return StepShape(tokens, step.due_rows + step.drafted_tokens, step.kv_tokens, tokens * step.kv_tokens // step.rows)
+    logits = step.sampled_rows + step.drafted_tokens
+    return StepShape(tokens, logits, step.kv_tokens, tokens * step.kv_tokens // step.rows)
 
 
 def step_seconds(steps: Sequence[StepRecord]) -> list[float]:

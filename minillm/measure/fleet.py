@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 
-from minillm.ladder.engine import Engine
+from minillm.fast.engine import Engine
 from minillm.ladder.quantized import kv_bytes_per_token
 from minillm.ladder.records import RequestRecord
 from minillm.measure.virtual import GIVEN_TOKENS

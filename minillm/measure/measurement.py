@@ -21,7 +21,7 @@ from statistics import median
 
 import torch
 
-from minillm.model.config import check_at_least
+from minillm.guard.inputs import check_at_least
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 MEASUREMENTS = (CHECKOUT if (CHECKOUT / "notebooks").is_dir() else Path()) / "notebooks" / "measurements"

@@ -23,7 +23,8 @@ from dataclasses import fields
 
 import numpy as np
 
-from minillm.ladder.records import Histogram, Records, RequestRecord, StepRecord
+from minillm.extras.bounded_records import BoundedRecords, Histogram
+from minillm.ladder.records import Records, RequestRecord, StepRecord
 
 PERCENTILES = (50, 90, 99)
 ENOUGH_FOR_P99 = 100
@@ -88,7 +89,7 @@ def summary(records: Records, price_per_hour: float | None = None) -> dict:
         "output_tokens": totals["output_tokens"],  # of all requests, aborted ones too
         "output_tokens_per_s": rate,
         "cost_per_million_output_tokens": cost_per_million_tokens(rate, price_per_hour),
-        **(latencies(records.requests) if records.mode == "all" else latencies_of_summary(records)),
+        **(latencies_of_summary(records) if isinstance(records, BoundedRecords) else latencies(records.requests)),
         "batch": batch(records),
         "queue_depth": {"peak": records.peaks["waiting"], "mean": time_mean(records.steps, lambda s: s.waiting)},
         "kv": occupancy(records),
@@ -140,7 +141,7 @@ def seen_by_clients(records: Records) -> dict:
 
     ValueError for records of mode "summary", which keep no request.
     """
-    if records.mode != "all":
+    if isinstance(records, BoundedRecords):
         raise ValueError("records='summary' keeps no requests; run the engine with records='all'")
     found = summary(records)
     waited = sum(r.finish - r.arrival for r in records.requests if r.finish_reason != "abort")
@@ -185,12 +186,12 @@ def speculation(records: Records) -> dict:
     """
     totals = records.totals
     rounds = sum(record.rounds for record in (*records.requests, *records.live.values()))
-    in_rounds = totals["output_tokens"] - (totals["due_rows"] - rounds)  # a row without drafts is given one token
+    in_rounds = totals["output_tokens"] - (totals["sampled_rows"] - rounds)  # a row without drafts is given one token
     return {
         "drafted_tokens": totals["drafted_tokens"],
         "accepted_tokens": totals["accepted_tokens"],
         "acceptance_rate": _ratio(totals["accepted_tokens"], totals["drafted_tokens"]),
-        "tokens_per_round": _ratio(in_rounds, rounds) if records.mode == "all" else None,
+        "tokens_per_round": None if isinstance(records, BoundedRecords) else _ratio(in_rounds, rounds),
     }
 
 
@@ -226,7 +227,7 @@ def series(records: Records, name: str) -> list[tuple[float, float, float]]:
     known = ["useful_rows", *(field.name for field in fields(StepRecord) if field.name != "members")]
     if name not in known:
         raise ValueError(f"unknown series {name!r}; known: {', '.join(known)}")
-    if records.mode == "summary":
+    if isinstance(records, BoundedRecords):
         raise ValueError("records='summary' keeps no steps; run the engine with records='all'")
 
     def value(step: StepRecord) -> float:
@@ -247,10 +248,10 @@ def cost_per_million_tokens(tokens_per_s: float | None, price_per_hour: float | 
 
 def merge(parts: Sequence[Records]) -> Records:
     """The records of several servers as those of one service. Peaks and batches stay those of one server."""
-    if any(part.mode != "all" for part in parts):
+    if any(isinstance(part, BoundedRecords) for part in parts):
         raise ValueError("merge needs records='all' of every engine")
     sizes = {part.block_size for part in parts}
-    merged = Records("all", sizes.pop() if len(sizes) == 1 else None)
+    merged = Records(sizes.pop() if len(sizes) == 1 else None)
     for number, part in enumerate(parts):
         merged.requests += part.requests
         merged.steps += part.steps

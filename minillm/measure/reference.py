@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import torch
 
+from minillm.load.config import ModelConfig
 from minillm.load.source import locate
 from minillm.load.weights import RANDOM, RandomTensors
 from minillm.measure.measurement import Spread
-from minillm.model.config import ModelConfig
 
 
 def load_reference(name: str, model):

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from minillm.ladder.quantized import kv_bytes_per_token
+from minillm.load.config import ModelConfig
 from minillm.measure.measurement import time_seconds
-from minillm.model.config import ModelConfig
 
 
 @dataclass(frozen=True)

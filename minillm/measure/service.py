@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 
-from minillm.ladder.engine import Engine
+from minillm.fast.engine import Engine
+from minillm.guard.inputs import check_at_least
 from minillm.ladder.records import Records, RequestRecord
+from minillm.load.config import ModelConfig
 from minillm.measure import fleet, metrics
 from minillm.measure.capacity import GB, WEIGHT_BYTES, Capacity, capacity
 from minillm.measure.roofline import weight_numbers
 from minillm.measure.virtual import DEVICES, CostModel, VirtualProposer, virtual_engine
 from minillm.measure.workload import WorkItem, make_workload, numbered_ids, play
-from minillm.model.config import ModelConfig, check_at_least
 
 PRICE = 2.9  # dollars an hour of an A100: what the articles' costs imply
 ENGINE_SETTINGS = ("max_batch", "max_step_tokens", "batching", "kv", "chunked_prefill", "prefix_cache")

@@ -22,14 +22,16 @@ from random import Random
 import numpy as np
 import torch
 
+from minillm.fast.engine import Engine
 from minillm.ladder.continuous import Row, StepPlan
-from minillm.ladder.engine import Engine
+from minillm.ladder.paged import Slots
 from minillm.ladder.quantized import kv_bytes_per_token
-from minillm.ladder.request import Request
-from minillm.ladder.sampling import ACCEPT, uniform
+from minillm.ladder.records import StepRecord
+from minillm.ladder.request import Request, TokenEvent
+from minillm.ladder.sampling import ACCEPT, uniforms
 from minillm.ladder.speculative import Speculator
+from minillm.load.config import ModelConfig
 from minillm.measure.roofline import StepShape, least_work, measure_ceilings, read_numbers
-from minillm.model.config import ModelConfig
 
 GIVEN_TOKENS = 1 << 32  # tokens given in virtual time are numbered from here: none repeats, so none hits a prefix
 
@@ -148,7 +150,7 @@ class VirtualProposer:
         self.bytes_per_token = kv_bytes_per_token(draft.config, draft.kv_format) if draft else 0
         self.next_token = count(2 * GIVEN_TOKENS).__next__
 
-    def prepare(self, config: ModelConfig, num_blocks: int, block_size: int) -> None:
+    def prepare(self, config: ModelConfig, num_blocks: int, block_size: int, attention=None) -> None:
         """Nothing to prepare."""
 
     def propose(self, rows: Sequence[Row]) -> list[None]:
@@ -162,7 +164,7 @@ class VirtualProposer:
         longest = max(row.num_drafts for row in rows)
         if self.draft is None or (not longest and all(row.end - row.start == 1 for row in rows)):
             return 0.0
-        fed = self.draft.seconds(StepShape.of((row.start, row.end - row.start, row.due) for row in rows))
+        fed = self.draft.seconds(StepShape.of((row.start, row.end - row.start, row.samples) for row in rows))
         further = (
             StepShape.of((row.start + i, 1, 1) for row in rows if row.num_drafts > i) for i in range(1, longest)
         )
@@ -176,7 +178,7 @@ class VirtualProposer:
 
 
 class VirtualExecutor:
-    """Gives each due row tokens that occur nowhere else, once the step's time has passed.
+    """Gives each row that samples tokens that occur nowhere else, once the step's time has passed.
 
     prompts_received: a prompt's keys and values arrive from elsewhere with the request, so
     that only the last token of a row is computed, unless the row was preempted and lost them.
@@ -197,39 +199,113 @@ class VirtualExecutor:
         self.new_tokens = count(GIVEN_TOKENS)
 
     def run(self, plan: StepPlan) -> list[list[int]]:
-        """The new tokens of each due row: one, or the accepted drafts and one, or one for each run of the plan."""
+        """The new tokens of each row that samples: one, or the accepted drafts and one."""
         if self.proposer:
             self.proposer.propose(plan.rows)
             self.clock.advance(self.proposer.seconds(plan.rows))
         shape = StepShape.of([self._computed(row) for row in plan.rows])
         self.clock.advance(self.cost.seconds(shape) * next(self.factors))
-        if plan.repeats:
-            return self._repeat(plan)
-        due = [row for row in plan.rows if row.due]
-        return [[*(self.proposer.accepted(row) if row.drafts else ()), next(self.new_tokens)] for row in due]
+        sampling = [row for row in plan.rows if row.samples]
+        return [[*(self.proposer.accepted(row) if row.drafts else ()), next(self.new_tokens)] for row in sampling]
 
-    def _repeat(self, plan: StepPlan) -> list[list[int]]:
-        """Run a step of decodes again while no answer ends: each time every row stores one token more, and sees it."""
-        repeats, rows = min(plan.repeats, *[steps_left(row.request) - 1 for row in plan.rows]), len(plan.rows)
-        stored = sum([row.end for row in plan.rows])
-        while len(plan.ends) < repeats and self.clock.time < plan.until:
-            plan.ends.append(self.clock.time)
+    def run_again(self, plan: StepPlan, most: int, until: float) -> list[float]:
+        """Let the time pass of up to `most` further decode steps like the plan, none of them from `until` on.
+
+        Each time every row stores one token more, and sees it. Returns the moments at which they began.
+        """
+        rows, stored, began = len(plan.rows), sum(row.end for row in plan.rows), []
+        while len(began) < most and self.clock.time < until:
+            began.append(self.clock.time)
             stored += rows
             self.clock.advance(self.cost.seconds(StepShape(rows, rows, stored, stored)) * next(self.factors))
-        return [list(islice(self.new_tokens, len(plan.ends) + 1)) for _ in plan.rows]
+        return began
 
     def _computed(self, row: Row) -> tuple[int, int, int]:
         """(start, tokens, logits) of what must be computed of a row."""
         drafts = len(row.drafts)
-        logits = 1 + drafts if row.due else 0
-        if self.prompts_received and row.start < row.request.num_prompt and not row.request.num_once_stored:
-            return (row.end - 1, logits, logits) if row.due else (0, 0, 0)
+        logits = 1 + drafts if row.samples else 0
+        if self.prompts_received and row.start < row.request.num_prompt and not row.request.num_kv_lost:
+            return (row.end - 1, logits, logits) if row.samples else (0, 0, 0)
         return row.start, row.end - row.start + drafts, logits
+
+
+class VirtualEngine(Engine):
+    """An engine that may run many identical decode steps as one: the records tell them apart."""
+
+    def step(self, until: float | None = None) -> list[TokenEvent]:
+        """As any engine's; with `until`, a moment before which you will add or abort nothing, decode steps that
+        begin before it run as one while no answer ends, and an event holds the tokens of all."""
+        if until is None or self.tokenizer is not None or not isinstance(self.executor, VirtualExecutor):
+            return super().step()
+        self.wait_for_work()
+        if self.scheduler.has_work:
+            plan, counts = self.begin_step()
+            with self.undone_on_error(plan):
+                outputs = self.executor.run(plan)
+                most = min(self.steps_alike(plan), *[steps_left(row.request) - 1 for row in plan.rows])
+                until = min(until, self.arrivals[0][0]) if self.arrivals else until
+                again = self.executor.run_again(plan, most, until) if most > 0 else []
+            if again:
+                self.report_repeats(plan, counts, outputs, again)
+            else:
+                self.report(plan, counts, self.commit(plan, outputs))
+        events, self.events = self.events, []
+        return events
+
+    def steps_alike(self, plan: StepPlan) -> int:
+        """How many of the next steps are sure to look like this one, if no answer ends and none arrives.
+
+        A lower bound: 0 unless every row decodes and all will find memory. A request that waits has just been
+        refused, and will be again while no row leaves, since rows that grow leave less room.
+        """
+        scheduler, rows = self.scheduler, len(plan.rows)
+        fed = scheduler.max_step_tokens - plan.budget
+        if plan.preempted or not fed == rows == len(scheduler.running) or not all(row.samples for row in plan.rows):
+            return 0
+        if self.speculator or (scheduler.waiting and not self.chunked_prefill):
+            return 0
+        pool = scheduler.memory.pool
+        if isinstance(scheduler.memory, Slots):  # all that they may ever ask for is theirs
+            return pool.num_blocks * pool.block_size
+        return pool.num_available // rows * pool.block_size  # each row takes a block in `block_size` steps
+
+    def report_repeats(self, plan: StepPlan, counts: dict, outputs: list[list[int]], began: list[float]) -> None:
+        """Commit a plan that ran 1 + len(began) times, and write a record for each time."""
+        times, size, taken = len(began), self.scheduler.memory.pool.block_size, [0] * len(began)
+        for row, tokens in zip(plan.rows, outputs, strict=True):
+            unfilled = len(row.request.block_table) * size - row.end
+            for step in range(unfilled, times, size):
+                taken[step] += 1
+            row.end += times
+            self.scheduler.memory.reserve(row.request, row.end)
+            tokens += islice(self.executor.new_tokens, times)
+        accepted = self.commit(plan, outputs)
+        ends, rows = [*began, plan.end], len(plan.rows)
+        for request, _ in accepted:
+            self.records.live[request.id].token_times += ends
+        for start, end, blocks in zip([plan.start, *began], ends, [None, *taken], strict=True):
+            counts = counts if blocks is None else next_counts(counts, blocks)
+            self.records.add(StepRecord(
+                start=start, duration=end - start, **counts, sampled_rows=rows, output_tokens=rows,
+                drafted_tokens=0, accepted_tokens=0,
+            ))
+        for request, tokens in accepted:
+            self.give(request, tokens, "", plan.end)
+
+
+def next_counts(counts: dict, blocks: int) -> dict:
+    """The counts of a step of decodes that follows one like it, and for which so many blocks were taken."""
+    rows, free = counts["rows"], min(blocks, counts["blocks_free"])
+    return counts | {
+        "prompt_tokens": 0, "decode_tokens": rows, "admitted": 0, "kinds": ("decode",) * rows,
+        "blocks_live": counts["blocks_live"] + blocks, "blocks_free": counts["blocks_free"] - free,
+        "blocks_cached": counts["blocks_cached"] - (blocks - free), "kv_tokens": counts["kv_tokens"] + rows,
+    }
 
 
 def steps_left(request: Request) -> int:
     """Decode steps to the end of an answer, which virtual time may know; at least 1, where stops may come sooner."""
-    return 1 if request.stop_ids else int(request.num_at_end) - request.num_tokens
+    return 1 if request.stop_ids else int(request.length_limit) - request.num_tokens
 
 
 def virtual_engine(
@@ -239,11 +315,16 @@ def virtual_engine(
     draft_length: int = 4,
     seed: int = 0,
     **settings,
-) -> Engine:
+) -> VirtualEngine:
     """An engine on a virtual clock of its own; `seed` and `settings` are the engine's."""
     clock = VirtualClock()
     executor = VirtualExecutor(cost, clock, prompts_received, proposer, seed)
     speculator = Speculator(proposer, draft_length) if proposer else None
-    return Engine(
+    return VirtualEngine(
         None, executor=executor, clock=clock, kv_format=cost.kv_format, speculator=speculator, seed=seed, **settings
     )
+
+
+def uniform(seed: int, index: int, purpose: int) -> float:
+    """One of `sampling.uniforms`."""
+    return float(uniforms([seed], [index], purpose)[0])

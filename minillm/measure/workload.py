@@ -23,9 +23,10 @@ from statistics import NormalDist
 
 import numpy as np
 
-from minillm.ladder.engine import Engine
+from minillm.fast.engine import Engine
+from minillm.guard.inputs import check_at_least, check_positive
 from minillm.ladder.request import RequestId, SamplingParams, TokenEvent
-from minillm.model.config import check_at_least, check_positive
+from minillm.measure.virtual import VirtualEngine
 
 VOCAB = 10_000  # random prompts use ids under this one, which every real model has
 
@@ -105,7 +106,7 @@ def play_by_step(
                 break
             asked[engine.add(item.prompt_ids, item.params, arrival=arrival)] = coming.popleft()
         until = start + items[coming[0]].arrival if coming and clients is None else math.inf
-        events = engine.step(until if repeats else None)
+        events = engine.step(until) if repeats and isinstance(engine, VirtualEngine) else engine.step()
         yield [(asked.pop(event.request_id) if event.finished else asked[event.request_id], event) for event in events]
 
 

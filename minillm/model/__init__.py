@@ -1,1 +1,1 @@
-"""Tensors only: the decoder, its weights and its tokenizer. Nothing here knows of requests."""
+"""The decoder: its shape and its forward pass. Tensors only; for every reader, first."""

@@ -35,11 +35,11 @@ from minillm.course.show.recorded import ledger, recorded
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
 from minillm.ladder.quantized import kv_bytes_per_token
+from minillm.load.config import ModelConfig
 from minillm.measure import roofline
 from minillm.measure.measurement import device_name
 from minillm.measure.roofline import Ceilings, StepShape, StepWork, least_work
 from minillm.measure.virtual import DEVICES, CostModel
-from minillm.model.config import ModelConfig
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 setting = Setting(quick=QUICK, progress=progress)

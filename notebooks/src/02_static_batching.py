@@ -40,12 +40,11 @@ from minillm.course.show.live import progress
 from minillm.course.show.recorded import ledger, recorded
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
-from minillm.ladder.attention import RowSpan, StepAttention
-from minillm.ladder.continuous import Scheduler
+from minillm.ladder.attention import RowSpan
+from minillm.ladder.continuous import Scheduler, StaticBatching
 from minillm.ladder.decode import decode_cached
-from minillm.ladder.engine import ModelExecutor
-from minillm.ladder.quantized import KVStorage, kv_bytes_per_token
-from minillm.ladder.static import StaticBatching
+from minillm.ladder.executor import ModelExecutor
+from minillm.ladder.quantized import kv_bytes_per_token, kv_storage
 from minillm.measure.measurement import device_name
 from minillm.measure.roofline import StepShape, least_work
 from minillm.measure.workload import articles_static
@@ -67,10 +66,10 @@ print(device_name(model.device))
 # %%
 # NBVAL_CHECK_OUTPUT
 a, b = tokenizer.chat("What is the capital of France?"), tokenizer.chat("Name a colour.")
-storage = KVStorage(model.config, "fp32", 8 * 16 + 1, model.device)  # 8 blocks of 16 tokens, and one scratch slot
+storage = kv_storage(model.config, "fp32", 8 * 16 + 1, model.device)  # 8 blocks of 16 tokens, and one scratch slot
 rows = [RowSpan(start=0, count=len(a), block_table=[0, 1, 2]), RowSpan(start=0, count=len(b), block_table=[3, 4, 5])]
-step = StepAttention(storage, rows, 16, 8 * 16, model.config.query_group, model.dtype)
-last = step.first + step.count - 1  # the last token of each row
+step = StepAttention(storage, rows, 16, 8 * 16)
+last = torch.tensor([row.count for row in rows]).cumsum(0) - 1  # the last token of each row
 with torch.inference_mode():
     tokens = torch.tensor([*a, *b], device=model.device)  # [N]
     logits = model.forward(tokens, step.positions.to(model.device), step, last.to(model.device))  # [2, V]

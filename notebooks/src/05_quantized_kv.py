@@ -39,11 +39,19 @@ from minillm.course.show.live import bar, progress
 from minillm.course.show.recorded import ledger, recorded
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
-from minillm.ladder.quantized import ChannelScaling, KVStorage, Rotation, ScaledStore, kv_bytes_per_token
+from minillm.extras.key_scaling import ChannelScaling
+from minillm.ladder.quantized import (
+    Rotation,
+    ScaledStore,
+    int4_encode,
+    int8_decode,
+    int8_encode,
+    kv_bytes_per_token,
+    kv_storage,
+)
 from minillm.measure import metrics
 from minillm.measure.measurement import device_name
 from minillm.measure.workload import lognormal
-from minillm.model.codes import int4_encode, int8_decode, int8_encode
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 model = minillm.load_model(dtype="fp32")
@@ -97,7 +105,7 @@ my_guess = {"int8": None, "int4": None}
 plain = kv_bytes_per_token(config, "bf16")
 for kv_format in ("fp32", "bf16", "fp8", "int8", "int4"):
     stored = kv_bytes_per_token(config, kv_format)
-    allocated = KVStorage(config, kv_format, slots=100).nbytes
+    allocated = kv_storage(config, kv_format, slots=100).nbytes
     print(f"{kv_format}: {stored:>6,} bytes per token, {stored / plain:.4f} of 16 bits, {plain / stored:.2f} times the "
           f"tokens; as allocated: {allocated == 100 * stored}")
 

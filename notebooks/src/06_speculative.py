@@ -39,16 +39,10 @@ from minillm.course.show.recorded import ledger, recorded
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
 from minillm.course.show.widgets import draft_stepper
+from minillm.extras.adaptive import StepCost
 from minillm.extras.drafter import Drafter, DrafterProposer, load_drafter, read_card
 from minillm.ladder.quantized import kv_bytes_per_token
-from minillm.ladder.speculative import (
-    NgramIndex,
-    NgramProposer,
-    Speculator,
-    StepCost,
-    verify_greedy,
-    verify_sampled,
-)
+from minillm.ladder.speculative import NgramIndex, NgramProposer, Speculator, verify_greedy, verify_sampled
 from minillm.measure.measurement import device_name
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests

@@ -36,13 +36,13 @@ from minillm.course.show.recorded import ledger
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
 from minillm.course.show.widgets import capacity_explorer
-from minillm.ladder.quantized import KVStorage, kv_bytes_per_token
+from minillm.ladder.quantized import kv_bytes_per_token, kv_storage
+from minillm.load.config import ModelConfig
 from minillm.measure import fleet
 from minillm.measure.capacity import capacity
 from minillm.measure.roofline import StepShape
 from minillm.measure.service import Service
 from minillm.measure.virtual import CostModel
-from minillm.model.config import ModelConfig
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 llama = ModelConfig.preset("llama-3-8b")
@@ -90,7 +90,7 @@ for kv_format in ("bf16", "int8"):
 small = ModelConfig.preset("smollm2-135m")
 for kv_format in ("fp32", "bf16", "fp8", "int8", "int4"):
     per_token = kv_bytes_per_token(small, kv_format)
-    allocated = KVStorage(small, kv_format, 1000).nbytes
+    allocated = kv_storage(small, kv_format, 1000).nbytes
     print(f"{kv_format}: {per_token:>6,} bytes a token, {per_token / kv_bytes_per_token(small, 'bf16'):.3f} of bf16; "
           f"allocated is 1,000 times that: {allocated == 1000 * per_token}")
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from wrong_answers import Mutant
 
-from minillm.model import codes
+from minillm.ladder import quantized as codes
 
 MUTANTS = [
     Mutant("int8_encode", "largest number without its sign", "x.abs().amax(-1)", "x.amax(-1)",

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from minillm.fast.engine import Engine
 from minillm.ladder.continuous import Row
-from minillm.ladder.engine import Engine
 from minillm.ladder.request import SamplingParams
 from minillm.ladder.speculative import Speculator
-from minillm.model.elementwise import rms_norm
+from minillm.model.llama import rms_norm
 
 # Prompts are every form with every topic: our own words, and none of those that anything is measured on.
 FORMS = (
@@ -60,19 +60,20 @@ class HiddenStates:
     bytes_per_token = 0
 
     def __init__(self, model) -> None:
-        self.model, self.kept = model, {}
+        self.model, self.kept, self.rows = model, {}, []
 
-    def prepare(self, config, num_blocks: int, block_size: int) -> None:
+    def prepare(self, config, num_blocks: int, block_size: int, attention=None) -> None:
         """Nothing to prepare."""
 
     def propose(self, rows: Sequence[Row]) -> list[None]:
         """No drafts."""
+        self.rows = rows
         return [None] * len(rows)
 
-    def observe(self, rows: Sequence[Row], slots: Tensor, hidden: Tensor) -> None:
-        """hidden [N, H] of a step's tokens -> normed and in fp16, behind what its request has."""
+    def observe(self, slots: Tensor, hidden: Tensor) -> None:
+        """hidden [N, H] of a step's tokens -> normed and in fp16, after what its request has."""
         normed = rms_norm(hidden, self.model.norm, self.model.config.rms_norm_eps).half()
-        for row, own in zip(rows, normed.split([len(row.tokens) for row in rows]), strict=True):
+        for row, own in zip(self.rows, normed.split([len(row.tokens) for row in self.rows]), strict=True):
             self.kept.setdefault(row.request.id, []).append(own)
 
 

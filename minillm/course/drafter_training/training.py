@@ -35,6 +35,7 @@ from minillm.load.source import DEFAULT, locate
 from minillm.load.tokenizer import load_tokenizer
 from minillm.load.weights import SafetensorsDirectory, load_model
 from minillm.measure.measurement import current_commit
+from minillm.model.llama import Linear
 
 WARM_UP = 50  # steps in which the learning rate rises: the layer is silent at first, and Adam's steps know no size
 
@@ -103,8 +104,7 @@ def first_tensors(model, texts: Texts, ids: int) -> dict[str, Tensor]:
 def trainable(drafter: Drafter) -> dict[str, Tensor]:
     """The drafter's own weights by name, as leaves that gradients reach."""
     layer = drafter.layer
-    linears = zip(("qkv", "output", "gate_up", "down", "fuse"), (*layer.linears, drafter.fuse), strict=True)
-    weights = {name: linear.weight for name, linear in linears}
+    weights = {name: getattr(layer, name).weight for name in layer.LINEARS} | {"fuse": drafter.fuse.weight}
     return weights | {"attention_norm": layer.attention_norm, "mlp_norm": layer.mlp_norm}
 
 
@@ -115,7 +115,7 @@ def train(
 
     half: whether to multiply in bf16; the weights stay in fp32.
     """
-    drafter = Drafter(model, first_tensors(model, texts, ids), packed=False)
+    drafter = Drafter(model, first_tensors(model, texts, ids), Linear)
     weights = trainable(drafter)
     optimizer = torch.optim.AdamW([w.requires_grad_() for w in weights.values()], lr=most, betas=(0.9, 0.95))
     path, done, told = folder / "checkpoint.pt", 0, {}

@@ -16,18 +16,18 @@ from minillm.course.experiments.common import (
     timed_step,
     warm_up,
 )
-from minillm.course.experiments.service import percentiles
 from minillm.course.setting import Setting
-from minillm.ladder.engine import Engine
+from minillm.fast.engine import Engine
+from minillm.guard.inputs import check_at_least
 from minillm.ladder.quantized import kv_bytes_per_token, native_format
 from minillm.ladder.records import Records
 from minillm.ladder.request import SamplingParams
+from minillm.load.config import ModelConfig
 from minillm.measure import metrics
 from minillm.measure.measurement import EXACT, Measurement, provenance
 from minillm.measure.reference import generate_step_seconds, load_reference
 from minillm.measure.roofline import StepShape
 from minillm.measure.workload import WorkItem, articles_static, chat, lognormal
-from minillm.model.config import ModelConfig, check_at_least
 
 COUNTED_SHAPE = "smollm2-135m"  # any will do: nothing is computed
 
@@ -88,7 +88,7 @@ def knee(setting: Setting) -> Measurement:
         found = metrics.summary(records)
         rows.append({
             "clients": number, "mean_rows": found["batch"]["mean_rows"], "tokens_per_s": found["output_tokens_per_s"],
-            "tokens_per_s_each": found["output_tokens_per_s"] / number, **percentiles(found),
+            "tokens_per_s_each": found["output_tokens_per_s"] / number, **metrics.flat(found, *metrics.LATENCIES),
         })
     at = knee_of(rows)
     for row in rows:

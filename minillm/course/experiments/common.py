@@ -8,15 +8,15 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 
 from minillm.course.setting import Setting
+from minillm.fast.engine import Engine
 from minillm.ladder.continuous import StepPlan
-from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import kv_bytes_per_token, native_format
 from minillm.ladder.records import Records
 from minillm.ladder.request import SamplingParams
+from minillm.load.config import ModelConfig
 from minillm.measure.measurement import Measurement, Spread, provenance
 from minillm.measure.roofline import StepShape, StepWork
 from minillm.measure.workload import WorkItem, play, random_ids
-from minillm.model.config import ModelConfig
 
 WARM_UPS = 3  # decode steps
 PROMPT_STEP_TOKENS = 16_384  # all prompts in one step, if they fit
@@ -43,7 +43,7 @@ class NoForward:
         self.config = config
 
     def run(self, plan: StepPlan) -> list[list[int]]:
-        return [[0] for row in plan.rows if row.due]
+        return [[0] for row in plan.rows if row.samples]
 
 
 def serve(model, items: Sequence[WorkItem], clients: int | None = None, **settings) -> Records:

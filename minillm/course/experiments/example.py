@@ -8,14 +8,14 @@ from dataclasses import replace
 from minillm.course.experiments import common
 from minillm.course.experiments.service import COST, FIGURES, simulated
 from minillm.course.setting import Setting
-from minillm.ladder.engine import Engine
+from minillm.fast.engine import Engine
+from minillm.guard.inputs import check_at_least, check_positive
 from minillm.ladder.quantized import kv_bytes_per_token, native_format
 from minillm.measure import metrics
 from minillm.measure.measurement import Measurement, Spread
 from minillm.measure.service import PRICE, Service
 from minillm.measure.workload import numbered_ids, play
 from minillm.measure.workload import worked_example as workload
-from minillm.model.config import check_at_least, check_positive
 
 
 def setups(static_batch: int = 8, native: str = "bf16") -> tuple[tuple[str, str, dict], ...]:

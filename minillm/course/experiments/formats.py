@@ -19,16 +19,20 @@ from torch import Tensor
 from minillm.course.experiments.common import decode_seconds, measured, serve, step_row, warm_up
 from minillm.course.experiments.quality import QualityTask, python_help, quality_row, quality_tables, run_task
 from minillm.course.setting import Setting
-from minillm.fast.linear import WEIGHT_FORMATS, quantize_weights
+from minillm.extras.key_scaling import ChannelScaling
+from minillm.fast.weight_formats import WEIGHT_FORMATS, quantize_weights
+from minillm.ladder.attention import KVStorage
 from minillm.ladder.decode import NoCache
 from minillm.ladder.quantized import (
     INT4_GROUP,
-    ChannelScaling,
     KeyTransform,
-    KVStorage,
     NativeStore,
     Rotation,
+    even_group,
+    int4_decode,
+    int4_encode,
     kv_bytes_per_token,
+    kv_storage,
     native_format,
 )
 from minillm.ladder.records import Records
@@ -37,7 +41,6 @@ from minillm.measure import metrics
 from minillm.measure.measurement import Measurement, Spread
 from minillm.measure.roofline import StepShape
 from minillm.measure.workload import chat
-from minillm.model.codes import even_group, int4_decode, int4_encode
 from minillm.model.llama import Llama
 
 REFERENCE_FORMAT, PLAIN_FORMAT = "fp32", "bf16"  # what quality, and what memory, is compared with
@@ -144,7 +147,7 @@ class Scheme:
 
     def storage(self, model, transform: KeyTransform | None, slots: int) -> KVStorage:
         """An empty store with `slots` slots."""
-        storage = KVStorage(model.config, self.kv_format, slots, model.device, transform)
+        storage = kv_storage(model.config, self.kv_format, slots, model.device, transform)
         if not self.served:
             storage.keys = PerChannelKeys(storage.keys.codes.shape[:3], model.config.head_dim, "fp32", model.device)
         return storage
@@ -248,7 +251,7 @@ def weight_quality(setting: Setting) -> Measurement:
     baseline = "once Q4_1, dequantised" if setting.model_name == DEFAULT else "as loaded"
     rows, reference = [], None
     for name, model in weight_formats(setting, plain):
-        storage_for = partial(KVStorage, model.config, REFERENCE_FORMAT, device=model.device)
+        storage_for = partial(kv_storage, model.config, REFERENCE_FORMAT, device=model.device)
         got = run_task(model, setting.tokenizer, task, storage_for, kv_format=REFERENCE_FORMAT)
         reference = reference or got
         rows.append({

@@ -10,8 +10,8 @@ import torch
 
 from minillm.course.prompts import CHAT_PROMPTS
 from minillm.course.setting import Progress, Setting, silent
+from minillm.fast.engine import Engine
 from minillm.ladder.decode import NoCache, decode_cached, decode_recomputing
-from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import kv_bytes_per_token, native_format
 from minillm.ladder.request import SamplingParams
 from minillm.measure import metrics

@@ -14,15 +14,15 @@ import torch
 
 from minillm.course.experiments.common import decode_seconds, step_row, timed_step
 from minillm.course.setting import Setting
+from minillm.fast.model import FastLlama
 from minillm.ladder.decode import NoCache, SequenceCache
 from minillm.ladder.records import Records
-from minillm.load.weights import RandomTensors
+from minillm.load.config import ModelConfig
+from minillm.load.weights import RandomTensors, make_model
 from minillm.measure import metrics
+from minillm.measure.fitting import shape_of
 from minillm.measure.measurement import Measurement, Spread, time_seconds
 from minillm.measure.roofline import Ceilings, StepShape, StepWork, least_work
-from minillm.measure.virtual import shape_of
-from minillm.model.config import ModelConfig
-from minillm.model.llama import Llama
 
 # -- steps beside the roofline --------------------------------------------------------------------
 
@@ -65,7 +65,7 @@ def mbu_by_width(setting: Setting) -> Measurement:
     return setting.measured("mbu_by_width", rows, spreads[0])
 
 
-def narrowed(model: Llama, divisor: int) -> Llama:
+def narrowed(model: FastLlama, divisor: int) -> FastLlama:
     """Random weights for as many layers and heads, every width divided. ValueError if one is not divisible."""
     config = model.config
     if config.head_dim % (2 * divisor) or config.hidden_size % divisor or config.intermediate_size % divisor:
@@ -74,7 +74,7 @@ def narrowed(model: Llama, divisor: int) -> Llama:
         config, hidden_size=config.hidden_size // divisor, intermediate_size=config.intermediate_size // divisor,
         head_dim=config.head_dim // divisor, vocab_size=config.vocab_size // divisor,
     )
-    return Llama(config, RandomTensors(config, model.device, model.dtype), model.device, model.dtype)
+    return make_model(config, RandomTensors(config, model.device, model.dtype), model.device, model.dtype)
 
 
 def decode_step(setting: Setting) -> Measurement:
@@ -93,7 +93,7 @@ def decode_step(setting: Setting) -> Measurement:
     return setting.measured("decode_step", rows, spreads[0])
 
 
-def first_layers(model: Llama, layers: int) -> Llama:
+def first_layers(model: FastLlama, layers: int) -> FastLlama:
     """The same model without its later layers, sharing the weights."""
     cut = copy.copy(model)
     cut.config, cut.layers = replace(model.config, num_hidden_layers=layers), model.layers[:layers]
@@ -125,7 +125,7 @@ def cost_by_length(setting: Setting) -> Measurement:
     return setting.measured("cost_by_length", rows, spreads[0])
 
 
-def one_recomputing_step(model: Llama, length: int):
+def one_recomputing_step(model: FastLlama, length: int):
     """A function that computes the token after `length` tokens from nothing."""
     tokens = torch.arange(length, device=model.device) % model.config.vocab_size  # [N]
     positions = torch.arange(length, device=model.device)  # [N]
@@ -137,7 +137,7 @@ def one_recomputing_step(model: Llama, length: int):
     return step
 
 
-def one_cached_step(model: Llama, length: int):
+def one_cached_step(model: FastLlama, length: int):
     """A function that feeds the last of `length` tokens, the others being stored. Each call does the same again."""
     cache = SequenceCache(model, length)
     cache.length = length - 1  # zeros are stored, which does not change the time

@@ -10,16 +10,16 @@ from minillm.course.experiments.common import decode_seconds, serve, warm_up
 from minillm.course.experiments.limits import one_cached_step
 from minillm.course.experiments.service import simulated, under_load
 from minillm.course.setting import Setting
-from minillm.ladder.engine import Engine
-from minillm.ladder.quantized import KVStorage, kv_bytes_per_token, native_format
+from minillm.fast.engine import Engine
+from minillm.ladder.quantized import kv_bytes_per_token, kv_storage, native_format
 from minillm.ladder.records import Records
 from minillm.ladder.request import SamplingParams
+from minillm.load.config import PRESETS, ModelConfig
 from minillm.measure import metrics
 from minillm.measure.capacity import GB, capacity
 from minillm.measure.measurement import EXACT, Measurement, provenance, time_seconds
 from minillm.measure.service import Service
 from minillm.measure.workload import chat, lognormal, shared_prefix
-from minillm.model.config import PRESETS, ModelConfig
 
 BLOCK = 16  # tokens
 
@@ -41,7 +41,7 @@ def token_row(name: str, config: ModelConfig) -> dict:
     return {
         "model": name, "kv_format": "bf16", "layers": config.num_hidden_layers, "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads, "head_dim": config.head_dim, "formula_bytes": formula,
-        "stored_bytes": KVStorage(config, "bf16", BLOCK).nbytes // BLOCK,
+        "stored_bytes": kv_storage(config, "bf16", BLOCK).nbytes // BLOCK,
         "times_without_gqa": kv_bytes_per_token(ungrouped, "bf16") / kv_bytes_per_token(config, "bf16"),
     }
 

@@ -7,11 +7,11 @@ import tracemalloc
 from collections.abc import Iterable
 
 from minillm.course.experiments.common import NoForward
-from minillm.ladder.engine import Engine
+from minillm.fast.engine import Engine
 from minillm.ladder.request import SamplingParams
+from minillm.load.config import ModelConfig
 from minillm.measure.measurement import Measurement, Spread, provenance
 from minillm.measure.service import Service, simulate
-from minillm.model.config import ModelConfig
 
 PRESET = "smollm2-135m"
 ANSWER = SamplingParams(max_tokens=64, ignore_eos=True)

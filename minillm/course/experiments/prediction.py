@@ -20,7 +20,7 @@ import torch
 from minillm.course.experiments.common import measured
 from minillm.course.experiments.limits import first_layers
 from minillm.course.setting import Setting
-from minillm.ladder.engine import Engine
+from minillm.fast.engine import Engine
 from minillm.ladder.quantized import native_format
 from minillm.ladder.records import Records
 from minillm.measure import metrics

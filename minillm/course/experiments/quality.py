@@ -25,8 +25,9 @@ from torch.nn import functional as F
 from minillm.course.experiments.ladder import agreement, first_divergence
 from minillm.course.prompts import CHAT_PROMPTS
 from minillm.course.setting import Setting
-from minillm.ladder.attention import RowSpan, StepAttention
-from minillm.ladder.engine import Engine
+from minillm.fast.attention import FastAttention
+from minillm.fast.engine import Engine
+from minillm.ladder.attention import RowSpan
 from minillm.ladder.quantized import KVStorage
 from minillm.ladder.request import SamplingParams
 
@@ -175,7 +176,7 @@ def token_losses(model, documents: Tensor, storage_for: Callable[[int], KVStorag
         for start in range(0, len(document) - 1, chunk):
             tokens = document[start : start + chunk + 1]  # [N + 1]: the last is only predicted
             span = RowSpan(start, len(tokens) - 1, [0])  # one block that is as long as the text
-            cache = StepAttention(storage, [span], len(document), 0, model.config.query_group, model.dtype)
+            cache = FastAttention(storage, [span], len(document), 0)
             logits = model.forward(tokens[:-1], cache.positions.to(model.device), cache).float()  # [N, V]
             chunks.append((F.cross_entropy(logits, tokens[1:], reduction="none").cpu(), logits.argmax(-1).cpu()))
         rows.append(map(torch.cat, zip(*chunks, strict=True)))

@@ -16,13 +16,13 @@ from minillm.course.experiments.common import count
 from minillm.course.experiments.limits import gauges
 from minillm.course.setting import Setting
 from minillm.ladder.records import Records, RequestRecord
+from minillm.load.config import ModelConfig
 from minillm.measure import fleet, metrics
 from minillm.measure.capacity import GB
 from minillm.measure.measurement import VIRTUAL, Measurement, provenance
 from minillm.measure.roofline import Ceilings
 from minillm.measure.service import Service
 from minillm.measure.workload import WorkItem, chat, lognormal, random_ids, shared_prefix, worked_example
-from minillm.model.config import ModelConfig
 
 COST = "cost_per_million_output_tokens"
 FIGURES = ("tokens_per_s", "mean_rows", *metrics.LATENCIES)

@@ -19,16 +19,17 @@ from minillm.course.experiments.common import measured
 from minillm.course.experiments.ladder import compare
 from minillm.course.prompts import CHAT_PROMPTS, COPY_PROMPTS
 from minillm.course.setting import Setting
+from minillm.extras.adaptive import AdaptiveSpeculator
 from minillm.extras.drafter import WEIGHTS, DrafterProposer, fits, load_drafter, read_card
-from minillm.ladder.continuous import Row
-from minillm.ladder.engine import Engine
+from minillm.fast.engine import Engine
+from minillm.ladder.continuous import Row, StepPlan
 from minillm.ladder.records import Records, StepRecord, accepted_drafts
 from minillm.ladder.request import SamplingParams
-from minillm.ladder.sampling import uniform
 from minillm.ladder.speculative import NgramProposer, Proposer, Speculator, verify_sampled
+from minillm.load.config import ModelConfig
 from minillm.measure import metrics
 from minillm.measure.measurement import Measurement, Spread
-from minillm.model.config import ModelConfig
+from minillm.measure.virtual import uniform
 
 ADAPTIVE = 8  # the most drafts that the adaptive length may choose
 USUAL = 4  # the draft length at which batches are compared
@@ -48,7 +49,7 @@ def decode(
 
 def full_steps(records: Records, batch: int) -> list[StepRecord]:
     """Those in which the whole batch decodes, and nothing else happens."""
-    return [s for s in records.steps if s.due_rows == s.rows == batch and not s.prompt_tokens]
+    return [s for s in records.steps if s.sampled_rows == s.rows == batch and not s.prompt_tokens]
 
 
 def tokens_per_s(records: Records, batch: int) -> float:
@@ -60,18 +61,22 @@ def tokens_per_s(records: Records, batch: int) -> float:
 class Counted(Speculator):
     """A speculator that counts its drafts by their place: those `tried`, all before them right, and those `right`."""
 
-    def __init__(self, proposer: Proposer, draft_length: int = USUAL, adaptive: bool = False) -> None:
-        super().__init__(proposer, draft_length, adaptive)
+    def __init__(self, proposer: Proposer, draft_length: int = USUAL) -> None:
+        super().__init__(proposer, draft_length)
         self.tried, self.right = [0] * draft_length, [0] * draft_length
 
-    def observe(self, rows: Sequence[Row], outputs: Sequence[Sequence[int]], seconds: float) -> None:
+    def observe(self, plan: StepPlan, outputs: Sequence[Sequence[int]]) -> None:
         """Count a step's drafts, then learn from it as any speculator does."""
-        for row, output in zip([row for row in rows if row.due], outputs, strict=True):
+        for row, output in zip([row for row in plan.rows if row.samples], outputs, strict=True):
             accepted = accepted_drafts(row.drafts, output)
             for place in range(min(len(row.drafts), accepted + 1)):
                 self.tried[place] += 1
                 self.right[place] += place < accepted
-        super().observe(rows, outputs, seconds)
+        super().observe(plan, outputs)
+
+
+class AdaptiveCounted(Counted, AdaptiveSpeculator):
+    """The same, with a draft length that adapts."""
 
 
 def acceptance_by_position(
@@ -96,7 +101,7 @@ class ReplayProposer:
         """answers: prompt -> the target's own greedy output. is_right(i): whether to draft output token i rightly."""
         self.answers, self.is_right = answers, is_right
 
-    def prepare(self, config: ModelConfig, num_blocks: int, block_size: int) -> None:
+    def prepare(self, config: ModelConfig, num_blocks: int, block_size: int, attention=None) -> None:
         """Take the vocabulary's size, for wrong tokens."""
         self.vocab_size = config.vocab_size
 
@@ -200,7 +205,7 @@ class DraftBenchmark:
         else:
             known = {tuple(prompt): answer for prompt, answer in zip(asked, answers, strict=True)}
             proposer = ReplayProposer(known, right_at_random(float(drafts.split()[1]), self.seed))
-        return Counted(proposer, ADAPTIVE, True) if k == "adaptive" else Counted(proposer, k)
+        return AdaptiveCounted(proposer, ADAPTIVE) if k == "adaptive" else Counted(proposer, k)
 
     def row(self, prompts: str, drafts: str, k: int | str, batch: int, costs: Sequence[dict]) -> dict:
         """A line of the table. prompts: "copy" or "chat"; drafts: "n-gram", "drafter", or "replay 0.7"; k: a draft

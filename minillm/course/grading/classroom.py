@@ -19,7 +19,7 @@ from minillm.course.grading.exercises import load_all
 from minillm.course.grading.notebook import NotANotebook, read
 from minillm.course.grading.runner import DEFAULT_LIMITS, Limits, Marks, grade_notebook, nothing
 from minillm.course.grading.tasks import Exercise
-from minillm.model.config import check_at_least
+from minillm.guard.inputs import check_at_least
 
 
 @dataclass

@@ -12,8 +12,8 @@ from functools import cache
 
 import numpy as np
 
+from minillm.fast.engine import Engine
 from minillm.ladder.continuous import Scheduler, StepPlan
-from minillm.ladder.engine import Engine
 from minillm.ladder.request import Request
 from minillm.measure import metrics
 from minillm.measure.capacity import GB

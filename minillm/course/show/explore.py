@@ -13,15 +13,15 @@ from matplotlib.figure import Figure
 
 from minillm.course.experiments.common import NoForward
 from minillm.course.show import plots
+from minillm.fast.engine import Engine
 from minillm.ladder.continuous import Row
-from minillm.ladder.engine import Engine
 from minillm.ladder.quantized import kv_bytes_per_token
 from minillm.ladder.records import Records, accepted_drafts
 from minillm.ladder.request import SamplingParams
+from minillm.load.config import ModelConfig
 from minillm.measure.capacity import capacity
 from minillm.measure.roofline import StepShape
 from minillm.measure.virtual import DEVICES, CostModel
-from minillm.model.config import ModelConfig
 
 # -- a schedule, step by step ---------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class Watched:
     def propose(self, rows: Sequence[Row]):
         """The inner one's drafts, noted before they are verified."""
         result = self.inner.propose(rows)
-        self.proposed += [list(row.drafts) for row in rows if row.due]
+        self.proposed += [list(row.drafts) for row in rows if row.samples]
         return result
 
 

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
-from minillm.ladder.engine import Engine
+from minillm.fast.engine import Engine
 
 Show = Callable[[dict], None]
 Item = TypeVar("Item")

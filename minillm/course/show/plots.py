@@ -25,7 +25,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from minillm.course.experiments.batching import knee_of
-from minillm.ladder.engine import Engine
+from minillm.fast.engine import Engine
 from minillm.ladder.records import Records, RequestRecord, StepRecord
 from minillm.ladder.request import RequestId
 
@@ -309,7 +309,7 @@ def pool_snapshot(engine: Engine) -> PoolSnapshot:
     filled = [pool.block_size if block in pool.cached else 0 for block in range(pool.num_blocks)]
     for request in engine.scheduler.running:
         for i, block in enumerate(request.block_table):
-            holders[block].append(request.order)
+            holders[block].append(request.arrival_number)
             filled[block] = max(filled[block], min(max(request.num_kv - i * pool.block_size, 0), pool.block_size))
     states = ["live" if holders[b] else "cached" if b in pool.cached else "free" for b in range(pool.num_blocks)]
     blocks = (Block(*parts) for parts in zip(states, map(tuple, holders), filled, strict=True))

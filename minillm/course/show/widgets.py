@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 
 from minillm.course.show import explore
 from minillm.ladder.records import Records
+from minillm.load.config import PRESETS
 from minillm.measure.virtual import DEVICES
-from minillm.model.config import PRESETS
 
 _shown: dict[str, Panel] = {}  # by name: a cell that runs again closes what it showed before
 

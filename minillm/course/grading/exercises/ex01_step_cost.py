@@ -7,10 +7,10 @@ from math import prod
 
 from minillm.course.grading.tasks import Exercise, Task, expect
 from minillm.ladder.quantized import kv_bytes_per_token as packages_kv_bytes
+from minillm.load.config import ModelConfig
 from minillm.load.weights import tensor_shapes
 from minillm.measure.capacity import capacity
 from minillm.measure.roofline import StepShape, least_work
-from minillm.model.config import ModelConfig
 
 # Shapes that keep the likely mistakes apart: head_dim is not hidden / heads, and KV heads are not query heads.
 WIDE = ModelConfig(97, 64, 100, 2, 8, 2, 12)

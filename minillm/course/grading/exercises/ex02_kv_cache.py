@@ -10,8 +10,8 @@ from torch import Tensor
 
 from minillm.course.grading.tasks import Exercise, Task, close, expect
 from minillm.ladder.decode import SequenceCache, decode_recomputing
-from minillm.load.weights import RandomTensors
-from minillm.model.config import ModelConfig
+from minillm.load.config import ModelConfig
+from minillm.load.weights import RandomTensors, make_model
 from minillm.model.llama import Llama
 
 TOLERANCE = 1e-4  # of attention's outputs, which are about 1; other orders of summing differ by 1e-6
@@ -140,7 +140,7 @@ class Strong(RandomTensors):
 def small_model() -> Llama:
     """Two layers of random weights, strong enough that every token counts."""
     config = ModelConfig(97, 32, 48, 2, 4, 2, 8, max_position_embeddings=64)
-    return Llama(config, Strong(config, "cpu", torch.float32, seed=3))
+    return make_model(config, Strong(config, "cpu", torch.float32, seed=3))
 
 
 class Spy:

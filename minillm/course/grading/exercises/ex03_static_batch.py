@@ -8,8 +8,8 @@ from functools import cache
 from minillm.course.experiments.common import count
 from minillm.course.grading.tasks import Exercise, Task, expect
 from minillm.ladder.records import StepRecord
+from minillm.load.config import ModelConfig
 from minillm.measure.workload import WorkItem
-from minillm.model.config import ModelConfig
 
 SMALL = ModelConfig(97, 16, 16, 1, 2, 1, 8)
 

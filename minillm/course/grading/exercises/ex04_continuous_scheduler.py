@@ -244,7 +244,7 @@ def as_the_package(Scheduler):
                     theirs.add(twin(Request(name, prompt, answer)))
             plan = theirs.plan()
             fed = {row.request.id: len(row.tokens) for row in plan.rows}
-            theirs.commit(plan, [[7] for row in plan.rows if row.due])
+            theirs.commit(plan, [[7] for row in plan.rows if row.samples])
             expect(step(mine) == fed, f"nine requests drawn with seed {seed}, budget {budget}: step {turn + 1}")
 
 

@@ -1,107 +1,28 @@
-"""Matrix-vector products: where nearly all the time of a decode step goes.
-
-At few rows a linear layer is bound by reading its weights, yet PyTorch's default fp32
-path on x86 reaches a third of the memory bandwidth there: it re-arranges the weights into
-the blocks its kernel wants at every call. oneDNN can do that once, when the model is
-loaded. `PackedLinear` does; `Linear` is the plain path, and the only one elsewhere.
-
-Fewer bits are fewer bytes to read. `quantize_weights` turns a loaded model into one with
+"""Weights in fewer bits, which are fewer bytes to read. `quantize_weights` turns a loaded model into one with
 
     int8   w = q s, q of -127 to 127             a scale per output channel        8.03 bits
     int4   w = (q - 8) s + m, q of 0 to 15       a scale and a middle per 64       4.5 bits
 
-Scales and middles are bf16, since PyTorch's CPU kernels want them so. Those kernels read the
-codes, round the activations to bf16, and win at few rows; at many rows the arithmetic decides
-and fp32 is faster. Where there is no kernel, weights are dequantised for each product: that
-saves memory and costs time.
+Scales and middles are bf16, since PyTorch's CPU kernels want them so. Those kernels read the codes,
+round the activations to bf16, and win at few rows; at many rows the arithmetic decides and fp32 is
+faster. Where there is no kernel, weights are dequantised for each product: that saves memory and
+costs time.
 """
 
 from __future__ import annotations
 
 from copy import copy
 from functools import cache
-from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from minillm.model.codes import even_group, pack_nibbles, unpack_nibbles
+from minillm.fast.model import FastLlama
+from minillm.ladder.quantized import even_group, pack_nibbles, unpack_nibbles
 
-if TYPE_CHECKING:
-    from minillm.model.llama import Llama
-
-Packing = bool | Literal["auto"]
-
-ROWS_HINT = 8  # oneDNN chooses its block layout for about this many rows; it is fast from 1 to 512
 WEIGHT_GROUP = 64  # neighbouring int4 weights of an output channel that share a scale, at most
 FEW_ROWS = 32  # up to which the int8 kernel beats a dequantised product
-
-
-class Linear:
-    """y = x Wᵀ + b with the weight as it was loaded. weight [out, in], bias [out] or None."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight, self.bias = weight, bias
-        self.weight_bytes = sum(t.nbytes for t in (weight, bias) if t is not None)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [N, in] -> [N, out]."""
-        return F.linear(x, self.weight, self.bias)
-
-
-class PackedLinear:
-    """The same product over weights that oneDNN has packed once (x86 CPUs, fp32).
-
-    Keeps only the packed copy. The operators are private to PyTorch, so `can_pack` tries
-    them before anyone relies on them.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight_bytes = sum(t.nbytes for t in (weight, bias) if t is not None)
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)
-        self.bias = bias
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight [out, in], unpacked."""
-        return self.packed.to_dense()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [N, in] -> [N, out]."""
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-
-
-@cache
-def can_pack() -> bool:
-    """True where this PyTorch has oneDNN's packed linear and it agrees with the plain one."""
-    weight = torch.arange(48.0).view(6, 8) / 48  # [out, in]
-    x = torch.linspace(-1, 1, 24).view(3, 8)  # [N, in]
-    try:
-        packed = PackedLinear(weight, torch.ones(6))(x)
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return False
-    return torch.allclose(packed, F.linear(x, weight, torch.ones(6)), atol=1e-5)
-
-
-def make_linear(weight: Tensor, bias: Tensor | None = None, packed: Packing = "auto") -> Linear | PackedLinear:
-    """The fastest layer this device has for `weight` [out, in].
-
-    packed: True insists (RuntimeError where it cannot be), False keeps the plain path,
-    "auto" packs fp32 weights on a CPU that supports it.
-    """
-    fits = weight.device.type == "cpu" and weight.dtype == torch.float32
-    if packed is True and not (fits and can_pack()):
-        raise RuntimeError(
-            f"packed=True needs fp32 weights on an x86 CPU with oneDNN; these are {weight.dtype} on {weight.device}: "
-            "use packed='auto'"
-        )
-    if packed and fits and can_pack():
-        return PackedLinear(weight, bias)
-    return Linear(weight, bias)
-
-
-# -- fewer bits -----------------------------------------------------------------------------------
 
 
 def int8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,7 +111,7 @@ def has_kernels() -> bool:
 WEIGHT_FORMATS = {"int8": (Int8Linear, Int8Linear), "int4": (Int4Linear, Int8Linear)}  # of the layers, and of the head
 
 
-def quantize_weights(model: Llama, weight_format: str) -> Llama:
+def quantize_weights(model: FastLlama, weight_format: str) -> FastLlama:
     """A model with the same embedding and norms, whose matrices are stored in `weight_format`: "int8" or "int4".
 
     A tied embedding is untied on purpose: as a table it stays as it is, since a step reads one

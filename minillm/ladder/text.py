@@ -1,0 +1,93 @@
+"""From tokens to text, one token at a time.
+
+A token is a run of bytes, not of characters: an emoji may be four tokens, and a stop string may
+begin in one token and end in the next. So a stream shows text only once it can no longer change:
+
+    tokens      "He"   "llo"  "\\xf0\\x9f" "\\x98\\x80"  " STO"   "P"            stop=["STOP"]
+    shown       "He"   "llo"  ""           "😀"        " "      ends the text
+
+Text is made after the scheduler's commit, and decides only one thing: that a stop string was found.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+
+class Tokenizer(Protocol):
+    """What a stream needs of a tokenizer; `load/tokenizer.py` has one."""
+
+    special_ids: Collection[int]  # control tokens, which have no text
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes that one token stands for."""
+        ...
+
+    def without_first_space(self, text: str) -> str:
+        """The beginning of a text, without the space that some tokenizers put before every word."""
+        ...
+
+
+class TextStream:
+    """The text of generated tokens, released as soon as it can no longer change.
+
+    `push` returns new text; `finish`, called after the last token, returns what was still
+    held back: half a character, or the beginning of a stop string that never came.
+
+    The rule by which ids and text agree: `text` is the decoded text of the pushed ids, cut
+    before the leftmost stop string in it. The ids include the token that completed the stop
+    string; the text does not include the stop string, and further ids are ignored.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        if "" in self.stop:
+            raise ValueError("an empty stop string would end every text immediately")
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._at_start = True
+        self._held = ""  # characters that may turn out to begin a stop string
+        self._released: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All text released so far."""
+        return "".join(self._released)
+
+    def push(self, token_id: int) -> str:
+        """Take one token; return the text that is now certain, often one token's, sometimes none."""
+        if token_id in self._tokenizer.special_ids:
+            return ""
+        return self._release(self._utf8.decode(self._tokenizer.token_bytes(token_id)), hold=True)
+
+    def finish(self) -> str:
+        """Return what is left; a second call returns nothing."""
+        return self._release(self._utf8.decode(b"", final=True), hold=False)
+
+    def _release(self, new: str, hold: bool) -> str:
+        """Append `new` to what is held, and release all of it that no stop string may still begin with."""
+        if self.stopped:
+            return ""
+        if self._at_start and new:
+            new, self._at_start = self._tokenizer.without_first_space(new), False
+        held = self._held + new
+        matches = [place for stop in self.stop if (place := held.find(stop)) >= 0]
+        if matches:
+            self.stopped = True
+            end, self._held = min(matches), ""
+        else:
+            end = len(held) - (self._begun_stop(held) if hold else 0)
+            self._held = held[end:]
+        self._released.append(held[:end])
+        return held[:end]
+
+    def _begun_stop(self, text: str) -> int:
+        """Length of the longest end of `text` that a stop string begins with."""
+        longest = max((len(stop) - 1 for stop in self.stop), default=0)
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self.stop):
+                return length
+        return 0
