@@ -126,7 +126,7 @@ def test_local_paths_are_recognised(text, caught):
 def test_readme_commands_exist():
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M))
     assert {"ladder", "lab", "test", "test-all", "lint", "clean", "help"} <= targets
-    for readme in [ROOT / "README.md", ROOT / "notebooks" / "README.md"]:
+    for readme in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "notebooks" / "README.md"]:
         if readme.exists():
             named = set(re.findall(r"(?:`|^ *\$? *)make ([a-z-]+)", readme.read_text(encoding="utf-8"), flags=re.M))
             assert named <= targets, f"{readme.relative_to(ROOT)} names no such target: {sorted(named - targets)}"

@@ -68,7 +68,7 @@ def add_ladder(commands) -> None:
 def _ladder(arguments) -> int:
     """Status 1 if an exact rung's tokens differ where the two likeliest logits are not as good as tied."""
     from minillm import load_model, load_tokenizer
-    from minillm.course.experiments.ladder import TURNS, chat_requests, describe, ladder, ladder_table
+    from minillm.course.experiments.ladder import TURNS, chat_requests, describe, ladder, ladder_notes, ladder_table
     from minillm.ladder.quantized import native_format
     from minillm.measure.measurement import device_name
 
@@ -78,7 +78,7 @@ def _ladder(arguments) -> int:
     print(f"{arguments.model} in {native_format(model.dtype)} on {device_name(model.device)}")
     print(f"{describe(items)}. Every rung, {TURNS} times in turns:", flush=True)
     result = ladder(model, tokenizer, arguments.model, items, arguments.kv_memory, _said)
-    print(f"\n{ladder_table(result.rows)}")
+    print(f"\n{ladder_table(result.rows)}\n\n{ladder_notes(result.rows)}")
     for row in result.rows:
         _print_divergences(row, model.dtype)
     write(arguments, result, {"device": result.provenance.device, "model": arguments.model, "rungs": result.rows})

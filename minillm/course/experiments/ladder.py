@@ -322,7 +322,7 @@ NOT_COMPARABLE = {"ttft_p50_s": None, "latency_p99_s": None}  # of the first few
 
 
 def ladder_table(rows: Sequence[dict]) -> str:
-    """The rows as `minillm ladder` and the README show them, with what the columns mean underneath."""
+    """The rows as `minillm ladder` and the README show them; `ladder_notes` says what the columns mean."""
     all_requests = rows[FIRST_BATCHED]["requests"]
     shown = [
         {
@@ -334,7 +334,7 @@ def ladder_table(rows: Sequence[dict]) -> str:
         }
         for row in rows
     ]
-    return f"{text_table(shown, COLUMNS)}\n\n{_notes(rows)}"
+    return text_table(shown, COLUMNS)
 
 
 def _with_range(row: dict, column: str) -> str:
@@ -343,15 +343,14 @@ def _with_range(row: dict, column: str) -> str:
     return f"{cell(row[column])} ({cell(row[column + '_min'])}-{cell(row[column + '_max'])})"
 
 
-def _notes(rows: Sequence[dict]) -> str:
-    """What the columns mean, one line each, with the numbers that belong to it."""
+def ladder_notes(rows: Sequence[dict]) -> str:
+    """What the columns of `ladder_table` mean, with the numbers that belong to it."""
     first, second, every = (rows[place]["requests"] for place in (0, 1, FIRST_BATCHED))
     turns, copied, idle = rows[0]["turns"], rows[-1]["output_tokens"], rows[FIRST_BATCHED]["idle_slot_steps"]
     return "\n".join((
         f"Rung 0 ran the first {first} requests, rung 1 {second}, rungs 2 to 5 all {every}. Alone: one request, "
         f"whose {copied} tokens copy its prompt.",
-        f"tokens/s: output, the median of {turns} turns (lowest-highest).",
-        "x before: tokens/s over those of the line above, in the same turn; rung 1 on the requests of rung 0.",
+        f"tokens/s of output, and times the line above in the same turn: medians of {turns} turns (lowest-highest).",
         "latency: from a request's arrival to its last token, where all ran; under 100 requests p99 is the highest.",
         f"mean batch: rows a step that served a request; static batches also carried finished rows, {idle:,} times.",
         "same tokens: as rung 1's, or rung 2's where rung 1 did not run; in %: those before the first that differs.",
