@@ -163,17 +163,9 @@ def ladder(
         kv_memory = _memory(model, items, SLOTS)
     alone = {"items": copying, "kv_memory": _memory(model, copying, 1)}
     tasks = [Task(rung, **alone) if rung.alone else Task(rung, items[: rung.first], kv_memory) for rung in RUNGS]
-    for task in tasks:  # what cannot run is refused here, and not after the slow rungs
-        if task.rung.settings is not None:
-            engine = _engine(model, task)
-            for item in task.items:
-                engine.add(item.prompt_ids, item.params)
+    _refuse_what_cannot_run(model, tasks)
     _warm_up(model, items)
-    runs: list[list[Run]] = [[] for _ in tasks]
-    for turn in range(1, TURNS + 1):
-        for task, mine in zip(tasks, runs, strict=True):
-            with progress(f"turn {turn} of {TURNS}, rung {task.rung.number}: {task.rung.name}", len(task.items)) as bar:
-                mine.append(_run(model, task, bar))
+    runs = _in_turns(model, tasks, progress)
     references = {  # rung 1's tokens, and rung 2's for the requests that rung 1 did not run
         False: runs[1][0].outputs + runs[FIRST_BATCHED][0].outputs[len(tasks[1].items) :],
         True: [list(decode_cached(model, item.prompt_ids, item.output_tokens)) for item in copying],
@@ -181,6 +173,25 @@ def ladder(
     rows = [_row(model, task, runs, references[task.rung.alone]) for task in tasks]
     spread = Spread.of([run.tokens_per_s for run in runs[MAIN]], warmups=1)
     return Measurement("ladder", provenance(name, native_format(model.dtype), model.device, SEED, spread), rows)
+
+
+def _refuse_what_cannot_run(model, tasks: Sequence[Task]) -> None:
+    """Raise RequestError or ValueError now, and not after the slow rungs have run."""
+    for task in tasks:
+        if task.rung.settings is not None:
+            engine = _engine(model, task)
+            for item in task.items:
+                engine.add(item.prompt_ids, item.params)
+
+
+def _in_turns(model, tasks: Sequence[Task], progress: Progress) -> list[list[Run]]:
+    """Every task once a turn; the runs of each."""
+    runs: list[list[Run]] = [[] for _ in tasks]
+    for turn in range(1, TURNS + 1):
+        for task, mine in zip(tasks, runs, strict=True):
+            with progress(f"turn {turn} of {TURNS}, rung {task.rung.number}: {task.rung.name}", len(task.items)) as bar:
+                mine.append(_run(model, task, bar))
+    return runs
 
 
 def _engine(model, task: Task) -> Engine:
@@ -322,7 +333,7 @@ NOT_COMPARABLE = {"ttft_p50_s": None, "latency_p99_s": None}  # of the first few
 
 
 def ladder_table(rows: Sequence[dict]) -> str:
-    """The rows as `minillm ladder` and the README show them; `ladder_notes` says what the columns mean."""
+    """The rows as `minillm ladder` and README.md show them; `ladder_notes` says what the columns mean."""
     all_requests = rows[FIRST_BATCHED]["requests"]
     shown = [
         {
