@@ -1,6 +1,8 @@
-# Every target makes .venv first when it is missing, or older than what it is made from.
+# Every target first makes the part of .venv that it needs, when that is missing or older than what it is made from:
+# base for the ladder, lab for the notebooks, test for everything.
 PYTHON ?= python3
 PY := .venv/bin/python
+INSTALL := $(PY) -m pip install -c constraints.txt
 NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
 # Runs each notebook anew and compares its cells marked NBVAL_CHECK_OUTPUT with what is stored.
 # No progress bars, because they split the output that is compared.
@@ -12,40 +14,48 @@ NBVAL := TQDM_DISABLE=1 $(PY) -m pytest --nbval-lax --nbval-current-env
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/base: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("minillm needs Python 3.11 or newer; this is " + sys.version + ". Name another one: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
-	$(PY) -m pip install -c constraints.txt -e '.[lab,test]'
+	$(INSTALL) -e .
 	@touch $@
 
-ladder: .venv/installed  ## fetch the model, run every rung on real prompts, print the table
+.venv/lab: .venv/base
+	$(INSTALL) -e '.[lab]'
+	@touch $@
+
+.venv/test: .venv/base
+	$(INSTALL) -e '.[lab,test]'
+	@touch .venv/lab $@
+
+ladder: .venv/base  ## fetch the model, run every rung on real prompts, print the table
 	$(PY) -m minillm fetch
 	$(PY) -m minillm ladder
 
-lab: .venv/installed  ## open the notebooks in JupyterLab
+lab: .venv/lab  ## open the notebooks in JupyterLab
 	$(PY) -m jupyterlab notebooks
 
-test: .venv/installed lint  ## lint, tests, exercises and notebooks (at small sizes)
+test: .venv/test lint  ## lint, tests, exercises and notebooks (at small sizes)
 	$(PY) -m pytest -m "not slow"
 	$(if $(NOTEBOOKS),MINILLM_QUICK=1 $(NBVAL) --nbval-cell-timeout=180 $(NOTEBOOKS),@echo "no notebooks yet")
 
-test-all: .venv/installed lint  ## the same with the slow tests, and the notebooks at full size
+test-all: .venv/test lint  ## the same with the slow tests, and the notebooks at full size
 	$(PY) -m pytest
 	$(if $(NOTEBOOKS),$(NBVAL) --nbval-cell-timeout=1800 $(NOTEBOOKS),@echo "no notebooks yet")
 
-lint: .venv/installed  ## ruff
+lint: .venv/test  ## ruff
 	$(PY) -m ruff check .
 
-notebooks: .venv/installed  ## write the notebooks from notebooks/src, run them, store their outputs
+notebooks: .venv/lab  ## write the notebooks from notebooks/src, run them, store their outputs
 	$(PY) notebooks/build.py
 
-readme: .venv/installed  ## write the README's tables and picture from the recorded measurements
+readme: .venv/lab  ## write the measured blocks of README.md and CLAIMS.md, and the picture, from the recorded files
 	$(PY) notebooks/readme.py
 
-room-kit: .venv/installed  ## one folder that installs the course without a network (ARGS="--python 3.12 --platforms linux")
+room-kit: .venv/lab  ## one folder that installs the course without a network (ARGS="--python 3.12 --platforms linux")
 	$(PY) notebooks/room/kit.py $(ARGS)
 
-browser: .venv/installed  ## move the course's sliders in a real browser (installs Playwright, and Chromium if there is none)
+browser: .venv/test  ## move the course's sliders in a real browser (installs Playwright, and Chromium if there is none)
 	$(PY) -m pip install -q -c constraints.txt playwright
 	$(PY) -m pytest --override-ini addopts= tests/browser
 

@@ -1,50 +1,81 @@
-"""Write the README's measured tables and its picture from the committed measurements (`make readme`)."""
+"""Write the measured blocks of README.md and CLAIMS.md, and the ladder's picture, from the committed measurements.
+
+`make readme`. A block stands between `<!-- NAME -->` and `<!-- end -->`; nothing in it is typed.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from minillm.cli.measuring import BENCH_COLUMNS
-from minillm.cli.running import LADDER_COLUMNS
+from minillm.course.experiments.ladder import ladder_notes, ladder_table
 from minillm.course.ledger import as_markdown, find_all
 from minillm.course.show.plots import bars
-from minillm.course.show.recorded import recorded
-from minillm.measure.measurement import Measurement
+from minillm.course.show.recorded import heading, on_gpu
+from minillm.course.show.tables import filled, text_table
+from minillm.measure.measurement import Measurement, measurement_path
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASUREMENTS = ROOT / "notebooks" / "measurements"
-TABLES = {"ladder": LADDER_COLUMNS, "bench_peers": BENCH_COLUMNS}
-CLAIMS = "claims"  # the block that holds the ledger
 
 
-def with_tables(text: str) -> str:
-    """The README with each block between `<!-- NAME -->` and `<!-- end -->` made anew."""
+def runs(experiment: str) -> list[Measurement]:
+    """What was recorded of an experiment, a measurement for each device."""
+    files = sorted(MEASUREMENTS.glob(f"*/{experiment}.json"))
+    return [Measurement.load(file.parent.name, experiment, MEASUREMENTS) for file in files]
+
+
+def tables(experiment: str, table: Callable[[Sequence[dict]], str], notes: Callable = lambda rows: None) -> str:
+    """The experiment's table on each device, under a line that says where, when and by which commit; then notes."""
+    found = runs(experiment)
+    parts = [*(f"{heading(run)}\n{table(run.rows)}" for run in found), notes(found[0].rows)]
+    return "```\n" + "\n\n".join(filter(None, parts)) + "\n```"
+
+
+def gpus() -> str:
+    """The GPUs on which something was recorded, or that there is none."""
+    experiments = sorted({file.stem for file in MEASUREMENTS.glob("*/*.json")})
+    found: dict[str, list[str]] = {}
+    for run in (run for experiment in experiments for run in runs(experiment) if on_gpu(run)):
+        found.setdefault(run.provenance.device, []).append(run.experiment)
+    if not found:
+        return "No GPU run is recorded yet."
+    return "Recorded on GPUs: " + "; ".join(f"{device}: {', '.join(names)}" for device, names in found.items()) + "."
+
+
+BLOCKS = {
+    "ladder": lambda: tables("ladder", ladder_table, ladder_notes),
+    "bench_peers": lambda: tables("bench_peers", lambda rows: text_table(rows, filled(rows, BENCH_COLUMNS))),
+    "gpu": gpus,
+    "claims": lambda: as_markdown(find_all(MEASUREMENTS)),
+}
+PAGES = {ROOT / "README.md": ("ladder", "bench_peers", "gpu"), ROOT / "notebooks" / "CLAIMS.md": ("claims",)}
+
+
+def with_blocks(text: str) -> str:
+    """A page with each of its blocks made anew."""
 
     def block(match: re.Match) -> str:
-        name = match[1]
-        if name == CLAIMS:
-            content = as_markdown(find_all(MEASUREMENTS))
-        else:
-            content = f"```\n{recorded(name, TABLES[name], MEASUREMENTS)}\n```"
-        return f"<!-- {name} -->\n{content}\n<!-- end -->"
+        return f"<!-- {match[1]} -->\n{BLOCKS[match[1]]()}\n<!-- end -->"
 
     return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", block, text, flags=re.DOTALL)
 
 
 def draw_ladder() -> None:
-    """A picture of each recorded ladder, beside its file."""
-    for file in MEASUREMENTS.glob("*/ladder.json"):
-        run = Measurement.load(file.parent.name, "ladder", MEASUREMENTS)
-        rows = [{**row, "label": f"{row['rung']}\n{row['name']}"} for row in run.rows]
+    """A picture of each recorded ladder, beside its file: the rungs that all serve the same requests."""
+    for run in runs("ladder"):
+        rows = [{**row, "label": f"{row['rung']}\n{row['name']}"} for row in run.rows if not row["alone"]]
         best = max(rows, key=lambda row: row["tokens_per_s"])
         gain = best["tokens_per_s"] / rows[0]["tokens_per_s"]
         title = f"From recomputing to {best['name']}: {gain:.0f} times the tokens ({run.provenance.device})"
         figure = bars(rows, "label", {"tokens_per_s": "tokens per second"}, title, "output tokens per second")
-        figure.savefig(file.with_suffix(".png"), dpi=110, bbox_inches="tight")
+        picture = measurement_path(run.provenance.device, "ladder", MEASUREMENTS).with_suffix(".png")
+        figure.savefig(picture, dpi=110, bbox_inches="tight")
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(with_tables(readme.read_text()))
+    for page in PAGES:
+        page.write_text(with_blocks(page.read_text(encoding="utf-8")), encoding="utf-8")
     draw_ladder()

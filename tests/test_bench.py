@@ -1,6 +1,7 @@
 """The benchmarks run: on models without files, beside transformers on the very same weights."""
 
 import json
+from statistics import mean, pstdev
 from types import SimpleNamespace
 
 import pytest
@@ -115,16 +116,72 @@ def test_a_workload_that_is_too_long_is_refused_with_the_option_that_shrinks_it(
     assert "> context 64" in error and "--scale 0.1" in error
 
 
+# -- the ladder -----------------------------------------------------------------------------------
+
+SPELLED = SimpleNamespace(chat=lambda text: [ord(letter) % 64 for letter in text])  # a tokenizer of letters
+
+
+@pytest.fixture
+def tiny_ladder(monkeypatch):
+    """`minillm ladder` on a model without files."""
+    monkeypatch.setattr("minillm.load_model", lambda name: tiny_model())
+    monkeypatch.setattr("minillm.load_tokenizer", lambda name: SPELLED)
+    return ["ladder", "--model", "tiny", "--requests", "9", "--max-tokens", "6"]
+
+
+def test_the_ladder_says_what_it_runs_and_shows_each_rung_with_its_spread(tiny_ladder, capsys):
+    assert main([*tiny_ladder, "--json", "-"]) == 0
+    shown, said = capsys.readouterr()
+    assert "9 chat requests, all at the start: prompts of 18 to 77 tokens" in shown
+    turns = [f"turn {turn} of {rungs.TURNS}, rung {rung.number}: {rung.name}" for turn in (1, 2, 3)
+             for rung in rungs.RUNGS]
+    assert said.splitlines() == turns, "there is no terminal, so each run is a line"
+    title, rule = (line for line in shown.splitlines() if line.startswith(("rung ", "----")))
+    assert title.split("  ")[0] == "rung" and len(rule.split()) <= 8
+    rows = json.loads(shown.splitlines()[-1])["rungs"]
+    assert [row["rung"] for row in rows] == [0, 1, 2, 3, 4, 5, 4, 6]
+    assert [row["requests"] for row in rows] == [2, 6, 9, 9, 9, 9, 1, 1]
+    assert all(row["identical"] in (True, None) for row in rows) and rows[5]["identical"] is None
+    for row in rows:
+        assert row["tokens_per_s_min"] <= row["tokens_per_s"] <= row["tokens_per_s_max"]
+        assert (row["times_rung_before"] is None) == (row["name"] in ("recompute", "one request alone"))
+    assert rows[2]["idle_slot_steps"] > 0 == rows[3]["idle_slot_steps"]
+    assert all(row["kv_held_mb"] > row["kv_used_mb"] for row in rows[2:4]), "slots reserve for the cap"
+
+
+def test_a_rung_that_gives_other_tokens_ends_with_status_1_and_says_where(tiny_ladder, monkeypatch, capsys):
+    serve = rungs._run_engine
+
+    def wrong(engine, items, bar):
+        run = serve(engine, items, bar)
+        if engine.speculator:
+            run.outputs[0][3] = (run.outputs[0][3] + 1) % 64
+        return run
+
+    monkeypatch.setattr(rungs, "_run_engine", wrong)
+    monkeypatch.setattr(rungs, "top2_margin", lambda model, ids: 0.5)
+    assert main(tiny_ladder) == 1
+    assert "rung 6, request 0: first differs at token 3" in capsys.readouterr().out
+
+
+def test_the_ladder_s_requests_vary_as_chats_do_and_no_two_are_alike():
+    items = rungs.chat_requests(SPELLED)
+    answers = [item.output_tokens for item in items]
+    assert len(items) == len({tuple(item.prompt_ids) for item in items}) == rungs.REQUESTS
+    assert 0.8 < pstdev(answers) / mean(answers) < 1.1 and max(answers) <= rungs.MAX_TOKENS
+    first = answers[: rungs.RUNGS[1].first]
+    assert mean(first) == pytest.approx(mean(answers), rel=0.1), "so that rungs 1 and 2 compare"
+
+
 @pytest.mark.parametrize(
-    ("sizes", "message"),
-    [(dict(kv_memory=5), "holds no block"), (dict(kv_memory=20_000, max_tokens=200), "the pool has"),
-     (dict(max_tokens=5_000), "> context 4,096")],
+    ("max_tokens", "kv_memory", "message"),
+    [(4, 0, "kv_memory 0"), (4, 5, "holds no block"), (200, 20_000, "the pool has"), (5_000, None, "> context 4,096")],
 )
-def test_what_no_engine_could_run_is_refused_before_the_slow_rungs(sizes, message, monkeypatch):
+def test_what_no_engine_could_run_is_refused_before_the_slow_rungs(max_tokens, kv_memory, message, monkeypatch):
     monkeypatch.setattr(rungs, "decode_recomputing", None)
     chats = SimpleNamespace(chat=lambda text: [1, 2, 3])
     with pytest.raises(ValueError, match=message):
-        rungs.ladder(tiny_model(), chats, "tiny", **{"requests": 2, "max_tokens": 4, **sizes})
+        rungs.ladder(tiny_model(), chats, "tiny", rungs.chat_requests(chats, 2, max_tokens), kv_memory)
 
 
 @pytest.mark.parametrize(("option", "value"), [("--batch", "1,x"), ("--batch", "0"), ("--steps", "0")])

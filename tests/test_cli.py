@@ -79,3 +79,20 @@ def test_wrong_options_are_one_line_that_names_them(command, message, capsys, tm
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MINILLM_CACHE", str(tmp_path / "cache"))
     assert message in complaint(capsys, *command.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "absent", "extra"),
+    [
+        ("measure capacity_sum", "matplotlib", "minillm[lab]"),
+        ("bench peers --requests 1 --scale 0.1 --model random:smollm2-135m --against transformers", "transformers",
+         "minillm[test]"),
+    ],
+)
+def test_what_a_bare_install_lacks_is_named_with_its_extra(command, absent, extra, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, absent, None)
+    monkeypatch.delitem(sys.modules, "minillm.course.show.plots", raising=False)
+    line = complaint(capsys, *command.split())
+    assert absent in line and extra in line
+    assert not list(tmp_path.rglob("*.json")), "said before anything ran"

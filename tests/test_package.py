@@ -40,6 +40,16 @@ def test_import_is_light():
     assert run.stdout.strip() == "[]", f"`import minillm` takes seconds longer, because it imports {run.stdout}"
 
 
+def test_the_ladder_and_every_experiment_s_rows_need_no_extra():
+    extras = ["matplotlib", "IPython", "ipywidgets", "jupytext", "nbclient", "nbformat", "transformers", "pytest"]
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({extras})); import minillm.cli, minillm.course.catalogue, "
+        "minillm.course.show.tables, minillm.course.show.live, minillm.course.grading.runner, minillm.measure.client"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+
+
 def test_wheel_holds_every_module_and_the_type_marker(tmp_path):
     source = tmp_path / "source"  # building writes beside the sources
     shutil.copytree(PACKAGE, source / "minillm", ignore=shutil.ignore_patterns("__pycache__"))
@@ -65,7 +75,7 @@ def imported_by(node: ast.AST) -> list[str]:
 
 def test_every_import_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    declared = [*project["dependencies"], *project["optional-dependencies"]["lab"]]
+    declared = sum(project["optional-dependencies"].values(), project["dependencies"])
     names = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in declared}
     # torch's CUDA builds bring triton; ipywidgets brings IPython and traitlets.
     known = set(sys.stdlib_module_names) | names | {"minillm", "triton", "IPython", "traitlets"}
@@ -116,7 +126,7 @@ def test_local_paths_are_recognised(text, caught):
 def test_readme_commands_exist():
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M))
     assert {"ladder", "lab", "test", "test-all", "lint", "clean", "help"} <= targets
-    for readme in [ROOT / "README.md", ROOT / "notebooks" / "README.md"]:
+    for readme in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "notebooks" / "README.md"]:
         if readme.exists():
             named = set(re.findall(r"(?:`|^ *\$? *)make ([a-z-]+)", readme.read_text(encoding="utf-8"), flags=re.M))
             assert named <= targets, f"{readme.relative_to(ROOT)} names no such target: {sorted(named - targets)}"

@@ -16,6 +16,8 @@ COMMANDS = (
     add_fetch,
 )
 
+EXTRAS = {"matplotlib": "lab", "ipywidgets": "lab", "transformers": "test"}  # of pyproject.toml, by what they bring
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status. Errors a user can mend are one line on stderr, status 2.
@@ -36,6 +38,13 @@ def main(argv: list[str] | None = None) -> int:
         return 141
     except (ValueError, OSError) as error:  # a file that is missing, damaged, or not ours to write
         print(f"minillm {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        print(f"minillm {arguments.command}: this needs {package}, which is not installed: "
+              f"pip install 'minillm[{EXTRAS[package]}]'", file=sys.stderr)
         return 2
     except MemoryError:
         print(f"minillm {arguments.command}: so much does not fit in this machine's memory", file=sys.stderr)

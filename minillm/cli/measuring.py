@@ -94,6 +94,7 @@ def _run_all(arguments, names: list[str], root: Path) -> tuple[list, dict[str, s
     from minillm.course.catalogue import find, recorded_here, run_experiment
     from minillm.course.setting import Setting
     from minillm.course.show.live import ticking
+    from minillm.course.show.plots import PICTURES  # here, so that a missing matplotlib is said before anything runs
     from minillm.course.show.recorded import heading
     from minillm.course.show.tables import filled, tables, text_table
 
@@ -115,19 +116,12 @@ def _run_all(arguments, names: list[str], root: Path) -> tuple[list, dict[str, s
         print(f"{name}: {heading(outcome.measurement)}")
         rows, chosen = outcome.measurement.rows, find(name).tables
         print("\n\n".join(text_table(rows, filled(rows, each)) for each in chosen) if chosen else tables(rows))
-        _draw(outcome.measurement, path)
+        if name in PICTURES:
+            picture = path.with_suffix(".png")
+            PICTURES[name](outcome.measurement.rows).savefig(picture, dpi=110, bbox_inches="tight")
+            print(f"drawn in {picture}")
         print(f"{outcome.report(arguments.budget_s)}; written to {path}\n", flush=True)
     return found, failed
-
-
-def _draw(measurement, path: Path) -> None:
-    """A picture beside the file, where there is one of the experiment."""
-    from minillm.course.show.plots import PICTURES
-
-    if measurement.experiment in PICTURES:
-        picture = path.with_suffix(".png")
-        PICTURES[measurement.experiment](measurement.rows).savefig(picture, dpi=110, bbox_inches="tight")
-        print(f"drawn in {picture}")
 
 
 # -- claims ---------------------------------------------------------------------------------------
@@ -138,7 +132,7 @@ def add_claims(commands) -> None:
     parser = commands.add_parser("claims", help="what articles say of serving, and what was measured of it")
     parser.add_argument("ids", nargs="*", metavar="ID", help="claims, such as A1; all of them if none is named")
     parser.add_argument("--root", metavar="DIR", help="a folder of measurements (default: those of this checkout)")
-    parser.add_argument("--markdown", action="store_true", help="as the README's table")
+    parser.add_argument("--markdown", action="store_true", help="as the table of notebooks/CLAIMS.md")
     add_json(parser)
     parser.set_defaults(run=_claims)
 

@@ -220,7 +220,7 @@ plots.curves(
 #
 # Two articles on LLM serving gave this course its questions. The **ledger** lists what they claim, each claim with an
 # experiment and a rule that judges it
-# ([the whole of it](../README.md#what-is-claimed-and-what-was-measured)). Each page ends with the claims that it
+# ([the whole of it](CLAIMS.md)). Each page ends with the claims that it
 # settles: by what it measured just now on this device, and by every recorded run. A1 asks for the step of fewer and
 # fewer layers, A2 for prompts alone and several at once, so both are measured first.
 

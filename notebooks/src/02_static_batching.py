@@ -40,6 +40,7 @@ from minillm.course.show.live import progress
 from minillm.course.show.recorded import ledger, recorded
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
+from minillm.fast.attention import FastAttention
 from minillm.ladder.attention import RowSpan
 from minillm.ladder.continuous import Scheduler, StaticBatching
 from minillm.ladder.decode import decode_cached
@@ -68,7 +69,7 @@ print(device_name(model.device))
 a, b = tokenizer.chat("What is the capital of France?"), tokenizer.chat("Name a colour.")
 storage = kv_storage(model.config, "fp32", 8 * 16 + 1, model.device)  # 8 blocks of 16 tokens, and one scratch slot
 rows = [RowSpan(start=0, count=len(a), block_table=[0, 1, 2]), RowSpan(start=0, count=len(b), block_table=[3, 4, 5])]
-step = StepAttention(storage, rows, 16, 8 * 16)
+step = FastAttention(storage, rows, 16, 8 * 16)
 last = torch.tensor([row.count for row in rows]).cumsum(0) - 1  # the last token of each row
 with torch.inference_mode():
     tokens = torch.tensor([*a, *b], device=model.device)  # [N]
