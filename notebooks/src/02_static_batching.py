@@ -40,12 +40,12 @@ from minillm.course.show.live import progress
 from minillm.course.show.recorded import ledger, recorded
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
-from minillm.fast.attention import FastAttention
-from minillm.ladder.attention import RowSpan
-from minillm.ladder.continuous import Scheduler, StaticBatching
+from minillm.ladder.attention import RowSpan, StepAttention
+from minillm.ladder.continuous import StaticBatching
 from minillm.ladder.decode import decode_cached
 from minillm.ladder.executor import ModelExecutor
 from minillm.ladder.quantized import kv_bytes_per_token, kv_storage
+from minillm.ladder.static import SlotCache, decode_batch
 from minillm.measure.measurement import device_name
 from minillm.measure.roofline import StepShape, least_work
 from minillm.measure.workload import articles_static
@@ -59,17 +59,18 @@ print(device_name(model.device))
 # ## A batch is a longer list
 #
 # The model takes a flat list of tokens, each with its position. Nothing in a linear layer or a norm asks which text
-# a token belongs to. Only attention must know, and attention is the cache's affair: it is told where each row
+# a token belongs to. Only attention has to know, and the cache object runs attention: it is told where each row
 # begins and where its keys and values are stored.
 #
-# So two prompts of different lengths go through one pass as one list. Nothing is padded.
+# So two prompts of different lengths go through one pass as one list. The engine does this, and pads nothing; how it
+# finds each row's keys is chapter 4.
 
 # %%
 # NBVAL_CHECK_OUTPUT
 a, b = tokenizer.chat("What is the capital of France?"), tokenizer.chat("Name a colour.")
 storage = kv_storage(model.config, "fp32", 8 * 16 + 1, model.device)  # 8 blocks of 16 tokens, and one scratch slot
 rows = [RowSpan(start=0, count=len(a), block_table=[0, 1, 2]), RowSpan(start=0, count=len(b), block_table=[3, 4, 5])]
-step = FastAttention(storage, rows, 16, 8 * 16)
+step = StepAttention(storage, rows, 16, 8 * 16)
 last = torch.tensor([row.count for row in rows]).cumsum(0) - 1  # the last token of each row
 with torch.inference_mode():
     tokens = torch.tensor([*a, *b], device=model.device)  # [N]
@@ -117,27 +118,26 @@ for n, work in works.items():
 # %% [markdown]
 # ## Build
 #
-# Static batching decides who is in the batch, and when. It is all here: admit into an empty batch, let nobody leave
-# before the last has ended.
+# Rung 2 is rung 1's loop over a batch. Every prompt is padded to the longest, and each step feeds one token of every
+# row. A row that has ended stays in every forward pass until the batch is over: it feeds its last stored token again,
+# and what it samples is dropped. We count that as an **idle slot-step**.
 
 # %%
-show_source(StaticBatching)
+show_source(decode_batch)
 
 # %% [markdown]
-# A row that has ended stays in every forward pass until the batch is over. It feeds its last token again and stores
-# nothing. That is what a padded batch does, and we count it as an **idle slot-step**. The scheduler plans such rows
-# first in this function; the rest of the function is the ordinary decode.
+# The cache has a slot for each row, as long as the longest text of the batch. A token is stored at its position and
+# sees all positions up to its own, so what padding writes after a prompt is hidden, and overwritten as the row grows.
 
 # %%
-show_source(Scheduler._plan_decodes)
+show_source(SlotCache)
 
 # %% [markdown]
-# One step then runs like this: lay the rows end to end, one forward pass, one token for each row that is due. What
-# is returned waits for the tokens: a GPU computes while Python goes on. (Drafts belong to chapter 6; until then there
-# are none.)
+# The engine, which the rest of this page measures, has the same policy for its own memory: admit only into an empty
+# batch, and let no row leave before the last has ended. Here is how its forward pass lays the rows end to end.
 
 # %%
-show_source(ModelExecutor.start)
+show_source(StaticBatching, ModelExecutor.logits)
 
 # %% [markdown]
 # ## The same tokens

@@ -37,7 +37,7 @@ from minillm.course.show.recorded import ledger, recorded
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
 from minillm.course.show.widgets import schedule_stepper
-from minillm.ladder.continuous import ContinuousBatching, Scheduler, StaticBatching
+from minillm.ladder.continuous import ContinuousBatching, Scheduler, StaticBatching, WholePromptScheduler
 from minillm.measure.measurement import device_name
 from minillm.measure.workload import articles_static, lognormal
 
@@ -49,8 +49,8 @@ print(device_name(model.device))
 # %% [markdown]
 # ## Build: two policies
 #
-# A batching policy answers three questions: may somebody join now, who leaves now, and how much memory must be
-# certain before somebody joins. Here are both, static first.
+# A batching policy answers three questions: may a request join now, which requests leave now, and how much memory
+# must be free to admit a request. Here are both, static first.
 
 # %%
 show_source(StaticBatching, ContinuousBatching)
@@ -60,11 +60,11 @@ show_source(StaticBatching, ContinuousBatching)
 # prompts under way, then the queue.
 
 # %%
-show_source(Scheduler.plan, Scheduler._admit)
+show_source(Scheduler.plan, Scheduler.feed)
 
 # %% [markdown]
-# After the forward pass, `commit` appends the new tokens. Who has ended leaves here, so its row and its memory are
-# free for the very next plan.
+# After the forward pass, `commit` appends the new tokens. A request that has ended leaves here, so its row and its
+# memory are free for the next plan.
 
 # %%
 show_source(Scheduler.commit)
@@ -260,7 +260,7 @@ print(recorded("continuous_vs_static", CHATS))
 my_guess = None
 
 # %%
-show_source(Scheduler._feed_prompt, Scheduler._has_budget)
+show_source(Scheduler.chunk, WholePromptScheduler)
 
 # %%
 stalls = batching.stall_by_chunking(setting)

@@ -100,7 +100,7 @@ print("same values:", torch.allclose(values, cache.values[29], atol=1e-3))
 # them apart.
 
 # %%
-show_source(Slots.admit, Paged.reserve, BlockPool.take, Paged.settle)
+show_source(Slots.admit, Paged.reserve, BlockPool.take, Paged.after_step)
 
 # %% [markdown]
 # ## Predict

@@ -39,7 +39,7 @@ from minillm.course.show.recorded import ledger, recorded
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
 from minillm.course.show.widgets import draft_stepper
-from minillm.extras.adaptive import StepCost
+from minillm.extras.adaptive import AdaptiveSpeculator, StepCost
 from minillm.extras.drafter import Drafter, DrafterProposer, load_drafter, read_card
 from minillm.ladder.quantized import kv_bytes_per_token
 from minillm.ladder.speculative import NgramIndex, NgramProposer, Speculator, verify_greedy, verify_sampled
@@ -302,12 +302,12 @@ print(recorded("speculation", SPEEDS, part="real"))
 # %% [markdown]
 # ## Where it loses
 #
-# **A full batch.** Each draft that is rejected took arithmetic that another request could have used. `adaptive=True`
-# chooses $k$ at every step from recent acceptance and recent step times, down to 0; now and then it tries another
-# length to see whether that has changed. The last line of the table above is such a run.
+# **A full batch.** Each draft that is rejected took arithmetic that another request could have used.
+# `AdaptiveSpeculator` chooses $k$ at every step from recent acceptance and recent step times, down to 0; now and then
+# it tries another length to see whether that has changed. The last line of the table above is such a run.
 
 # %%
-show_source(Speculator.draft_length, StepCost.seconds)
+show_source(AdaptiveSpeculator.draft_length, StepCost.seconds)
 
 # %% [markdown]
 # **Text that nobody can guess.** The lookup drafts in vain where nothing repeats.
