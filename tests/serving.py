@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from minillm.extras.whole_prompts import WholePromptScheduler
 from minillm.fast.engine import Engine
 from minillm.guard.invariants import check_invariants
 from minillm.ladder import engine as heart
+from minillm.ladder.continuous import Scheduler
 from minillm.ladder.quantized import kv_bytes_per_token, storage_in
 from minillm.ladder.request import RequestId, SamplingParams
 from minillm.model.llama import Llama
@@ -34,8 +36,10 @@ def make_engine(model: Llama, blocks: int = 64, block_size: int = 4, kv_format: 
     """An engine whose pool has this many blocks: the fast one, or the heart's for a model that is plainly a `Llama`."""
     memory = blocks * block_size * kv_bytes_per_token(model.config, kv_format)
     if type(model) is Llama:
+        scheduler = Scheduler if settings.pop("chunked_prefill", True) else WholePromptScheduler
         return heart.Engine(
-            model, kv_memory=memory, block_size=block_size, storage=storage_in(kv_format), **settings
+            model, kv_memory=memory, block_size=block_size, storage=storage_in(kv_format), scheduler=scheduler,
+            **settings,
         )
     return Engine(model, kv_memory=memory, block_size=block_size, kv_format=kv_format, **settings)
 
@@ -76,7 +80,7 @@ class FedRow:
     """One row of one forward: what the plan says, and what the model was given for it."""
 
     request_id: RequestId
-    due: bool
+    samples: bool
     idle: bool
     tokens: list[int]
     positions: list[int]

@@ -394,7 +394,7 @@ def test_every_step_gets_on_within_its_budget(engine):
     for step in watched(engine):
         assert step.tokens_fed or step.plan.preempted or any(event.finished for event in step.events)
         fed = sum(len(row.tokens) for row in step.plan.rows)
-        one_long_row = len(step.plan.rows) == 1 and not engine.chunked_prefill  # a long recomputation
+        one_long_row = len(step.plan.rows) == 1 and not engine.scheduler.chunked_prefill  # a long recomputation
         assert fed <= engine.scheduler.max_step_tokens or one_long_row
         assert len(step.plan.rows) <= engine.scheduler.max_batch
         assert len({id(row.request) for row in step.plan.rows}) == len(step.plan.rows), "one request in two rows"
@@ -426,7 +426,7 @@ def test_first_come_first_served_and_a_bounded_wait_at_the_head_of_the_queue(eng
 
     def noted_add(request):
         ahead = sum(r.num_prompt + r.params.max_tokens for r in (*scheduler.running, *scheduler.waiting))
-        at_most[request.id] = number + 1 + ahead * (1 if engine.chunked_prefill else 2)
+        at_most[request.id] = number + 1 + ahead * (1 if engine.scheduler.chunked_prefill else 2)
         add(request)
 
     scheduler.add = noted_add

@@ -6,7 +6,18 @@ that leaves every attention weight as it was.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import Tensor
+
+
+class KeyTransform(Protocol):
+    """A change of q and k together that leaves the attention weights as they were."""
+
+    def apply(self, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [N, Hq, D], k [N, Hkv, D] -> the same, transformed."""
+        ...
+
 
 
 class ChannelScaling:

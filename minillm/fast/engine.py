@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from minillm.extras.bounded_records import BoundedRecords
+from minillm.extras.whole_prompts import WholePromptScheduler
 from minillm.fast.executor import FastExecutor, FastSpeculativeExecutor
 from minillm.fast.graphs import StepGraphs, graph_sizes, wants_graphs
 from minillm.fast.memory import default_kv_memory, refuse_too_much
 from minillm.guard import invariants
 from minillm.guard.inputs import check_at_least, check_parts, check_vocabularies, choose
 from minillm.ladder import engine as ladder
-from minillm.ladder.continuous import StepPlan
+from minillm.ladder.continuous import Scheduler, StepPlan
 from minillm.ladder.executor import Clock, Executor
 from minillm.ladder.paged import BlockPool
 from minillm.ladder.quantized import kv_bytes_per_token, native_format, storage_in
@@ -119,8 +120,8 @@ class Engine(ladder.Engine):
             super().__init__(
                 model, tokenizer, batching=batching, kv=kv, kv_memory=kv_memory, block_size=block_size,
                 max_batch=max_batch, max_context=max_context, max_step_tokens=max_step_tokens,
-                chunked_prefill=chunked_prefill, prefix_cache=prefix_cache, speculator=speculator, executor=executor,
-                storage=storage_in(kv_format, key_transform), clock=clock,
+                prefix_cache=prefix_cache, scheduler=Scheduler if chunked_prefill else WholePromptScheduler,
+                speculator=speculator, executor=executor, storage=storage_in(kv_format, key_transform), clock=clock,
                 records=(Records if records == "all" else BoundedRecords)(block_size), seed=seed,
             )
         self.runs_ahead = gpu and executor is None  # a launch returns immediately there

@@ -1,5 +1,7 @@
 """Everything that can be wrong with a request or a setting, said on entry: with the numbers, and the cure.
 
+`engine` and `params` are the ladder's Engine and SamplingParams, which import this file.
+
 A request is checked once, in `Engine.add`, before anything is changed: what can never run must not
 look like what cannot run yet. Nothing further in has to ask again.
 """
@@ -11,11 +13,6 @@ import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from minillm.ladder.engine import Engine
-    from minillm.ladder.request import SamplingParams
 
 HOTTEST = 1e30  # far beyond "all tokens alike", and still a number in fp32
 
@@ -56,7 +53,7 @@ def choose(setting: str, value: str, *choices: str) -> str:
 # -- sampling parameters --------------------------------------------------------------------------
 
 
-def check_sampling(params: SamplingParams) -> None:
+def check_sampling(params) -> None:
     """Raise RequestError for a value of SamplingParams that cannot be meant.
 
     Whole numbers of numpy or torch become Python's, and a single stop string becomes a tuple of one.
@@ -81,7 +78,7 @@ def check_sampling(params: SamplingParams) -> None:
     check_ranges(params)
 
 
-def check_ranges(params: SamplingParams) -> None:
+def check_ranges(params) -> None:
     """Raise RequestError for a number out of its range."""
     if params.max_tokens < 0:
         raise RequestError(f"max_tokens {params.max_tokens} is negative; 0 gives an empty answer")
@@ -106,7 +103,7 @@ def check_prompt(prompt_ids: Sequence[int]) -> None:
         raise RequestError("the prompt is empty; it needs at least one token")
 
 
-def check_request(engine: Engine, prompt, params, request_id=None, arrival=None) -> list[int]:
+def check_request(engine, prompt, params, request_id=None, arrival=None) -> list[int]:
     """The prompt as token ids. Raises RequestError for whatever is wrong with a request; changes nothing."""
     if not isinstance(request_id, str | int | None):
         raise RequestError(f"request_id {request_id!r} is neither a str nor an int")
@@ -124,7 +121,7 @@ def check_request(engine: Engine, prompt, params, request_id=None, arrival=None)
     return ids
 
 
-def token_ids(engine: Engine, prompt: Sequence[int] | str) -> list[int]:
+def token_ids(engine, prompt: Sequence[int] | str) -> list[int]:
     """A prompt of text or ids as a list of Python's whole numbers in the vocabulary."""
     if isinstance(prompt, str):
         if engine.tokenizer is None:
@@ -144,7 +141,7 @@ def token_ids(engine: Engine, prompt: Sequence[int] | str) -> list[int]:
     return check_ids(ids, engine.config.vocab_size)
 
 
-def check_fits(engine: Engine, prompt: int, new: int) -> None:
+def check_fits(engine, prompt: int, new: int) -> None:
     """Raise RequestError if so many prompt and new tokens could never run: context, pool, step."""
     scheduler, pool = engine.scheduler, engine.scheduler.memory.pool
     clashes = []
@@ -152,7 +149,7 @@ def check_fits(engine: Engine, prompt: int, new: int) -> None:
         clashes.append(f"> context {engine.max_context:,}")
     if (blocks := pool.blocks_for(prompt + max(new, 1) - 1)) > pool.num_blocks:
         clashes.append(f"need {blocks:,} blocks of {pool.block_size}, the pool has {pool.num_blocks:,}")
-    if not engine.chunked_prefill and prompt > scheduler.max_step_tokens:
+    if not scheduler.chunked_prefill and prompt > scheduler.max_step_tokens:
         clashes.append(f"the prompt > {scheduler.max_step_tokens:,} tokens a step, and chunked prefill is off")
     if clashes:
         raise RequestError(f"{prompt:,} prompt + {new:,} new tokens: {'; '.join(clashes)}")

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,22 +26,8 @@ from minillm.ladder.decode import attend
 from minillm.model.config import ModelConfig
 
 
-class Store(Protocol):
-    """The keys, or the values, of all slots in every layer."""
-
-    nbytes: int
-
-    def write(self, layer: int, slots: Tensor, x: Tensor) -> None:
-        """Store x [N, Hkv, D] in slots [N]."""
-        ...
-
-    def read(self, layer: int, slots: Tensor) -> Tensor:
-        """Slots [M] -> [M, Hkv, D]."""
-        ...
-
-
 class NativeStore:
-    """Numbers as the model computed them, [L, slots, Hkv, D]."""
+    """The keys, or the values, of all slots as the model computed them, [L, slots, Hkv, D]."""
 
     def __init__(self, config: ModelConfig, slots: int, device: str | torch.device, dtype: torch.dtype) -> None:
         shape = (config.num_hidden_layers, slots, config.num_key_value_heads, config.head_dim)
@@ -59,12 +44,10 @@ class NativeStore:
 
 
 class KVStorage:
-    """Keys and values of all slots. What a slot holds before it is written is undefined, and never read.
+    """Keys and values of all slots. What a slot holds before it is written is undefined, and never read."""
 
-    key_transform: a change of q and k together, before k is stored (rung 5).
-    """
-
-    def __init__(self, keys: Store, values: Store, device: str | torch.device, key_transform=None) -> None:
+    def __init__(self, keys, values, device: str | torch.device, key_transform=None) -> None:
+        """keys, values: a store each. key_transform: rung 5's change of q and k together, before k is stored."""
         self.keys, self.values, self.key_transform = keys, values, key_transform
         self.device, self.nbytes = torch.device(device), keys.nbytes + values.nbytes
 
@@ -114,9 +97,8 @@ class StepAttention:
         """scratch_slot: where rows that store nothing write."""
         self.storage, self.spans = storage, spans
         slots = [span.slots(block_size) for span in spans]  # each [S]
-        new = [own[span.start :] for own, span in zip(slots, spans, strict=True)]  # each [n]
-        new = [own if span.stores else own.new_full(own.shape, scratch_slot)
-               for own, span in zip(new, spans, strict=True)]
+        new = [own[span.start :] if span.stores else torch.full((span.count,), scratch_slot)
+               for own, span in zip(slots, spans, strict=True)]  # each [n]
         self.positions = torch.cat([torch.arange(span.start, span.start + span.count) for span in spans])  # [N]
         self.new_slots = torch.cat(new).to(storage.device)  # [N]
         self.slots = [own.to(storage.device) for own in slots]

@@ -11,11 +11,7 @@ If memory runs out, the youngest row is preempted: it gives its blocks back and 
 of the queue, to recompute prompt and output so far when it returns. After the forward, `commit`
 appends the sampled tokens; a request that has ended leaves, and its row and memory are free for
 the next step. (Orca: Yu et al., 2022; chunked prefill: Sarathi-Serve, Agrawal et al., 2024.)
-
-Bounds: there are never more rows than budget, so a decoding row gets a token at every step and the
-oldest prompt under way at least one token of budget. The queue is first come, first served, and the
-oldest row is never preempted, so the head of the queue waits for the rows before it and no others.
-At a first reading skip `StaticBatching`, which rung 2 has explained, and `WholePromptScheduler`.
+At a first reading skip `StaticBatching`, which is rung 2 as a policy.
 """
 
 from __future__ import annotations
@@ -53,15 +49,13 @@ class StaticBatching:
     needs_budget = False  # the batch closes with this step: a prompt may wait inside it
 
     def is_open(self, running: Sequence[Request]) -> bool:
-        """Whether new requests may join at this step."""
         return not running
 
     def leaving(self, running: Sequence[Request]) -> list[Request]:
-        """The requests that leave after this step."""
         return list(running) if all(request.finished for request in running) else []
 
     def tokens_needed(self, request: Request) -> int:
-        """Tokens that memory must hold at admission: all, since no row of the batch can be preempted."""
+        """All, since no row of the batch can be preempted."""
         return request.max_kv
 
 
@@ -112,7 +106,14 @@ class StepPlan:
 
 
 class Scheduler:
-    """Decides what the next forward computes, and which request holds which memory."""
+    """Decides what the next forward computes, and which request holds which memory.
+
+    There are never more rows than budget, so a decoding row gets a token at every step, and the oldest
+    prompt under way at least one token of budget. The queue is first come, first served, and the oldest
+    row is never preempted, so the head of the queue waits for the rows before it and no others.
+    """
+
+    chunked_prefill = True  # `extras/whole_prompts.py` feeds a prompt whole, or lets it wait
 
     def __init__(
         self,
@@ -230,25 +231,3 @@ class Scheduler:
         for request in self.batching.leaving(self.running):
             self.running.remove(request)
             self.memory.release(request)
-
-
-class WholePromptScheduler(Scheduler):
-    """Chunked prefill turned off: a prompt is fed whole, or waits.
-
-    Steps that hold only whole prompts alternate with steps that decode, so a decode waits one step
-    at most. A request that recomputes its output too may exceed a step's budget: it goes alone.
-    """
-
-    decoded_last = False
-
-    def plan(self, plan: StepPlan | None = None, decodes: bool = True) -> StepPlan:
-        """The next step: only prompts if the last one let the decodes run and a prompt fits, else everything."""
-        plan = StepPlan(budget=self.max_step_tokens)
-        if self.decoded_last:
-            super().plan(plan, decodes=False)
-        self.decoded_last = not plan.rows
-        return super().plan(plan) if self.decoded_last else plan
-
-    def chunk(self, request: Request, plan: StepPlan) -> int:
-        """All of a prompt or nothing."""
-        return request.num_pending if request.num_pending <= plan.budget or not plan.rows else 0

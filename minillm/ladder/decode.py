@@ -1,8 +1,7 @@
 """Rungs 0 and 1: one sequence, first without a cache, then with one.
 
 Rung 0 runs the whole text through the model for every token. Rung 1 keeps each layer's keys
-and values, so that a step feeds one token. Compare the two loops: all that changes is what is
-fed, and what attention is handed.
+and values, so that a step feeds one token. Compare the two loops: what is fed, and to what cache.
 
     step     rung 0 feeds          rung 1 feeds    and reads from its cache
     1        a b c                 a b c

@@ -1,15 +1,12 @@
 """The engine: requests come in, steps are run, tokens go out.
 
-One step, whatever decides and whatever computes:
-
     plan     = scheduler.plan()              which request feeds which tokens
     outputs  = executor.run(plan)            the forward and the sampling
     accepted = scheduler.commit(plan, ...)   tokens appended, finished requests gone, blocks returned
     report                                   records, text and events; only a stop string decides anything here
 
-The executor and the clock are the seam between this engine and a simulated one. `storage` and
-`speculator` are where rungs 5 and 6 are handed in. `minillm.Engine` is this class with everything
-that makes it quick: see `fast/engine.py`.
+Begin at `step`. `storage` and `speculator` are where rungs 5 and 6 are handed in. `minillm.Engine` is
+this class with everything that makes it quick: see `fast/engine.py`.
 """
 
 from __future__ import annotations
@@ -26,13 +23,7 @@ import torch
 
 from minillm.guard.inputs import check_request, naming_prompt, one_params_each
 from minillm.ladder.attention import KVStorage, native_storage
-from minillm.ladder.continuous import (
-    ContinuousBatching,
-    Scheduler,
-    StaticBatching,
-    StepPlan,
-    WholePromptScheduler,
-)
+from minillm.ladder.continuous import ContinuousBatching, Scheduler, StaticBatching, StepPlan
 from minillm.ladder.executor import Clock, Executor, ModelExecutor, WallClock
 from minillm.ladder.paged import BlockPool, Paged, Slots
 from minillm.ladder.records import Records
@@ -46,10 +37,10 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 class Engine:
     """Serves requests on one model.
 
-    kv_memory: bytes for keys and values; by default what the largest batch could use, at most
-    1 GiB. max_batch: rows in a step. max_step_tokens: tokens in a step. max_context: prompt and
-    output of one request. storage: what makes the KVStorage of so many slots; by default the
-    model's own dtype. speculator: rung 6's. executor, clock: in place of the model and real time.
+    kv_memory: bytes for keys and values; by default what the largest batch could use, at most 1 GiB.
+    max_batch: rows in a step. max_step_tokens: tokens in a step. max_context: prompt and output of one
+    request. storage: makes a KVStorage (rung 5 has others than the model's own dtype). speculator: rung
+    6's. executor, clock: in place of the model and real time.
     """
 
     def __init__(
@@ -64,8 +55,8 @@ class Engine:
         max_batch: int = 32,
         max_context: int | None = None,
         max_step_tokens: int = 256,
-        chunked_prefill: bool = True,
         prefix_cache: bool = True,
+        scheduler: type[Scheduler] = Scheduler,
         storage: Callable[..., KVStorage] | None = None,
         speculator=None,
         executor: Executor | None = None,
@@ -74,32 +65,33 @@ class Engine:
         seed: int = 0,
     ) -> None:
         self.config = (model or executor).config
-        self.model, self.tokenizer, self.seed = model, tokenizer, seed
+        self.model, self.tokenizer, self.speculator, self.seed = model, tokenizer, speculator, seed
         self.max_context = max_context or self.config.max_position_embeddings
         max_batch = min(max_batch, max_step_tokens)
         storage = storage or partial(native_storage, dtype=model.dtype if model else torch.bfloat16)
-        bytes_per_token = storage(self.config, 1, "meta").nbytes + (speculator.bytes_per_token if speculator else 0)
-        self.block_bytes = block_size * bytes_per_token
-        if kv_memory is None:
-            kv_memory = min(1 << 30, max_batch * -(-self.max_context // block_size) * self.block_bytes)
-        if kv_memory < self.block_bytes:
-            raise ValueError(f"kv_memory of {kv_memory:,} bytes holds no block: one takes {self.block_bytes:,}")
-        pool = BlockPool(int(kv_memory // self.block_bytes), block_size)
+        pool = self.make_pool(storage, kv_memory, block_size, max_batch)
         policy = {"continuous": ContinuousBatching, "static": StaticBatching}[batching]()
         memory = {"paged": partial(Paged, prefix_cache=prefix_cache), "slots": Slots}[kv](pool)
-        scheduler = Scheduler if chunked_prefill else WholePromptScheduler
-        if speculator:
-            scheduler = speculator.scheduler(scheduler)
-        self.chunked_prefill, self.scheduler = chunked_prefill, scheduler(policy, memory, max_batch, max_step_tokens)
-        self.speculator, self.clock = speculator, clock or WallClock()
+        scheduler = speculator.scheduler(scheduler) if speculator else scheduler
+        self.scheduler = scheduler(policy, memory, max_batch, max_step_tokens)
         self.executor = executor or self.make_executor(storage, pool)
-        self.records = Records(block_size) if records is None else records
+        self.clock, self.records = clock or WallClock(), records or Records(block_size)
         self.eos_ids = frozenset(self.config.eos_token_id) | frozenset(tokenizer.eos_ids if tokenizer else ())
         self.unfinished: dict[RequestId, Request] = {}
         self.streams: dict[RequestId, TextStream] = {}  # of the unfinished, where there is a tokenizer
         self.arrivals: list[tuple[float, int, Request]] = []  # a heap of those still to come
         self.events: list[TokenEvent] = []  # that no `step` has returned yet
-        self.numbers = count()  # of requests: their names, seeds and, among equal arrivals, their order
+        self.numbers, self.calls = count(), count()  # of requests: their names and seeds; among equal arrivals, order
+
+    def make_pool(self, storage: Callable[..., KVStorage], memory: int | None, size: int, max_batch: int) -> BlockPool:
+        """A pool of as many blocks of `size` tokens as the memory holds."""
+        draft_bytes = self.speculator.bytes_per_token if self.speculator else 0
+        self.block_bytes = size * (storage(self.config, 1, "meta").nbytes + draft_bytes)
+        if memory is None:
+            memory = min(1 << 30, max_batch * -(-self.max_context // size) * self.block_bytes)
+        if memory < self.block_bytes:
+            raise ValueError(f"kv_memory of {memory:,} bytes holds no block: one takes {self.block_bytes:,}")
+        return BlockPool(int(memory // self.block_bytes), size)
 
     def make_executor(self, storage: Callable[..., KVStorage], pool: BlockPool) -> Executor:
         """The executor over a store with a slot for every token of the pool, and one scratch slot."""
@@ -110,17 +102,13 @@ class Engine:
     # -- requests in ------------------------------------------------------------------------------
 
     def add(
-        self,
-        prompt: Sequence[int] | str,
-        params: SamplingParams | None = None,
-        request_id: RequestId | None = None,
+        self, prompt: Sequence[int] | str, params: SamplingParams | None = None, request_id: RequestId | None = None,
         arrival: float | None = None,
     ) -> RequestId:
         """Queue one request. Raises RequestError, and changes nothing, if it could never run.
 
-        request_id: any str or int that no unfinished request has (1 and "1" are two); generated
-        if None. An id may be used again once its request has finished. arrival: seconds on
-        the engine's clock, now by default; the request joins the queue then.
+        request_id: any str or int that no unfinished request has; generated if None. arrival: seconds
+        on the engine's clock, now by default; the request joins the queue then.
         """
         request = self.make_request(prompt, params or SamplingParams(), request_id, arrival)
         self.enqueue(request)
@@ -137,16 +125,17 @@ class Engine:
         return Request(request_id, prompt_ids, params, arrival, seed, stop_ids)
 
     def enqueue(self, request: Request) -> None:
+        """Hold a request until its arrival, then put it into the scheduler's queue."""
         while request.id in self.unfinished:  # a generated id that was taken meanwhile
             request.id = f"request-{next(self.numbers)}"
         self.unfinished[request.id] = request
         if self.tokenizer is not None:
             self.streams[request.id] = self.tokenizer.stream(request.params.stop)
-        heapq.heappush(self.arrivals, (request.arrival, next(self.numbers), request))
+        heapq.heappush(self.arrivals, (request.arrival, next(self.calls), request))
         self.take_arrivals()
 
     def take_arrivals(self) -> None:
-        """Move the requests whose time has come to the scheduler's queue."""
+        """Queue the requests whose time has come."""
         while self.arrivals and self.arrivals[0][0] <= self.clock.now():
             request = heapq.heappop(self.arrivals)[2]
             self.records.arrived(request)
@@ -157,10 +146,9 @@ class Engine:
                 self.give(request, [], "", self.clock.now())
 
     def abort(self, request_id: RequestId) -> None:
-        """End a request now and free what it holds. One that is unknown or has finished is left alone.
+        """End a request now and free what it holds; its last event comes with the next step.
 
-        A static batch holds an aborted row's memory, as that of any row that has ended, until its longest ends.
-        Its last event, with finish_reason "abort", comes with the next step.
+        One that is unknown or has finished is left alone. A static batch keeps the row until its longest ends.
         """
         request = self.unfinished.get(request_id)
         if request is None:
@@ -185,8 +173,7 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Run one step; returns what it gave to each request, after what was not returned before.
 
-        With nothing runnable and an arrival ahead it waits for it. If the forward raises, the step
-        is undone, every request stays as it was, and the exception goes on to the caller.
+        If the forward raises, the step is undone and every request stays as it was.
         """
         self.wait_for_work()
         if self.scheduler.has_work:
@@ -206,8 +193,7 @@ class Engine:
 
     def begin_step(self) -> tuple[StepPlan, dict]:
         """The next plan, and what its record begins with. A step's time begins before it is planned."""
-        start = self.clock.now()
-        plan = self.scheduler.plan()
+        start, plan = self.clock.now(), self.scheduler.plan()
         plan.start = start
         return plan, self.records.planned(plan, self.scheduler)
 
@@ -260,28 +246,23 @@ class Engine:
     def generate(self, prompts: Sequence[Sequence[int] | str], params: Params = None) -> list[Completion]:
         """Run these prompts to their ends; answers in the order of the prompts.
 
-        All are checked before any is queued: one bad prompt refuses the call with a RequestError
-        that names its index. If it is interrupted, its requests are aborted.
+        All are checked before any is queued: a RequestError names the index of a bad one.
         """
         requests = self.make_requests(prompts, params)
         texts: dict[RequestId, str] = defaultdict(str)
         for event in self.run_to_end(requests):
             texts[event.request_id] += event.text
-        return [
-            Completion(r.id, r.prompt_ids, r.output_ids, texts[r.id] if self.tokenizer else None, r.finish_reason,
-                       r.timing)
-            for r in requests
-        ]
+        shown = {r: texts[r.id] if self.tokenizer else None for r in requests}
+        return [Completion(r.id, r.prompt_ids, r.output_ids, shown[r], r.finish_reason, r.timing) for r in requests]
 
     def stream(self, prompts: Sequence[Sequence[int] | str], params: Params = None) -> Iterator[TokenEvent]:
-        """The same, as events while they happen. Prompts are checked at the call, not at the first event."""
+        """The same, as events while they happen."""
         return self.run_to_end(self.make_requests(prompts, params))
 
     def make_requests(self, prompts: Sequence[Sequence[int] | str], params: Params) -> list[Request]:
         """One request for each prompt, all checked."""
-        pairs = one_params_each(prompts, params or SamplingParams())
         requests = []
-        for index, (prompt, own) in enumerate(pairs):
+        for index, (prompt, own) in enumerate(one_params_each(prompts, params or SamplingParams())):
             with naming_prompt(index):
                 requests.append(self.make_request(prompt, own))
         return requests

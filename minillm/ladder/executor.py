@@ -26,8 +26,13 @@ class Clock(Protocol):
     """Seconds since some moment, and a way to let them pass."""
 
     def now(self) -> float: ...
-
     def wait_until(self, moment: float) -> None: ...
+
+
+class Executor(Protocol):
+    """What turns a plan into the new tokens of each row that samples, in the rows' order."""
+
+    def run(self, plan: StepPlan) -> list[list[int]]: ...
 
 
 class WallClock:
@@ -41,14 +46,6 @@ class WallClock:
 
     def wait_until(self, moment: float) -> None:
         time.sleep(max(0.0, moment - self.now()))
-
-
-class Executor(Protocol):
-    """What turns a plan into tokens."""
-
-    def run(self, plan: StepPlan) -> list[list[int]]:
-        """The new tokens of each row that samples, in the rows' order; returns when they are known."""
-        ...
 
 
 class ModelExecutor:
@@ -72,7 +69,7 @@ class ModelExecutor:
         return sample(self.logits(plan.rows), params, seeds, [r.num_output for r in requests])
 
     def read(self, plan: StepPlan, computed: Tensor) -> list[list[int]]:
-        """What was computed, as Python's numbers; a GPU is waited for here."""
+        """What was computed, as Python's numbers: a GPU is waited for here."""
         return [[token] for token in computed.tolist()]
 
     def logits(self, rows: Sequence[Row]) -> Tensor:
@@ -83,9 +80,10 @@ class ModelExecutor:
         return self.forward(tokens, cache, torch.tensor(self.logit_rows(rows), dtype=torch.long))
 
     def logit_rows(self, rows: Sequence[Row]) -> list[int]:
-        """Which of the step's tokens logits are wanted of: the last of each row that samples."""
-        ends = accumulate(row.span.count for row in rows)
-        return [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
+        """Which of the step's tokens logits are wanted of: each sampling row's last, and in rung 6 its drafts."""
+        ends = list(accumulate(row.span.count for row in rows))
+        wanted = [range(end - 1 - len(row.drafts), end) for row, end in zip(rows, ends, strict=True) if row.samples]
+        return [place for places in wanted for place in places]
 
     def forward(self, tokens: Tensor, cache: StepAttention, logit_rows: Tensor) -> Tensor:
         """tokens [N], logit_rows [R] -> logits [R, V], on the device."""

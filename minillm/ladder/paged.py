@@ -10,9 +10,8 @@ three states, and the pool is always their sum:
     cached  no table holds it, but the index still knows its tokens: a hit revives it
     free    its content means nothing
 
-"Slots", the older way, is another policy over the same pool: at admission it reserves one
-contiguous run for the longest that the request may become. At a first reading skip `match`,
-`enter` and `evict`: without prefix sharing no block is ever cached.
+"Slots", the older way, is another policy over the same pool. At a first reading skip `match`, `enter`
+and `evict`: without prefix sharing no block is ever cached.
 """
 
 from __future__ import annotations
@@ -90,11 +89,8 @@ class BlockPool:
             self.references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give up one hold on each block of a table.
-
-        The last block goes first: evicting the head of a prefix would make its tail unreachable.
-        """
-        for block in reversed(blocks):
+        """Give up one hold on each block of a table."""
+        for block in reversed(blocks):  # evicting the head of a prefix first would make its tail unreachable
             if self.references[block] < 1:
                 raise InvariantError(f"references: block {block} was released more often than it was taken")
             self.references[block] -= 1
@@ -114,10 +110,7 @@ class BlockPool:
         return nodes, blocks
 
     def enter(self, parent: int, tokens: Sequence[int], i: int, block: int) -> int:
-        """Enter `block`, the i-th of `tokens`, under its parent node; returns its node.
-
-        If an equal block is known already, that one stays in the index, and this one is not shared.
-        """
+        """Enter `block`, the i-th of `tokens`, under its parent node; returns the node, old where one is known."""
         key = (parent, self.block_tokens(tokens, i))
         if key not in self.node_of:
             self.node_of[key] = (self.new_node(), block)
@@ -185,7 +178,7 @@ class Paged:
 
 
 class Slots:
-    """Reserve one contiguous run at admission, for the longest that the request may become."""
+    """Reserve one contiguous run at admission, for the longest that the request may become; nothing is shared."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
@@ -197,13 +190,11 @@ class Slots:
         return run is not None
 
     def reserve(self, request: Request, num_kv: int) -> bool:
-        """Always True: the run was reserved for the longest."""
-        return True
+        return True  # the run was reserved for the longest
 
     def after_step(self, request: Request) -> None:
-        """Nothing to return before the end, and nothing shared."""
+        """Nothing to return before the end."""
 
     def release(self, request: Request) -> None:
-        """Return the run."""
         self.pool.release(request.block_table)
         request.block_table, request.num_kv = [], 0

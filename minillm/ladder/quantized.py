@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -95,11 +94,24 @@ def int4_decode(codes: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
     return torch.addcmul(minima[..., None].float(), steps, scales[..., None].float()).flatten(-2)
 
 
-# -- stores ---------------------------------------------------------------------------------------
+class CodedStore:
+    """Codes of all slots, and what gives them a meaning, each [L, slots, Hkv, ...]."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors, self.nbytes = tensors, sum(tensor.nbytes for tensor in tensors)
+
+    def write(self, layer: int, slots: Tensor, x: Tensor) -> None:
+        """Store x [N, Hkv, D] in slots [N]."""
+        for tensor, new in zip(self.tensors, self.encode(x), strict=True):
+            tensor[layer].index_copy_(0, slots, new)
+
+    def read(self, layer: int, slots: Tensor) -> Tensor:
+        """Slots [M] -> [M, Hkv, D], fp32."""
+        return self.decode(*(tensor[layer].index_select(0, slots) for tensor in self.tensors))
 
 
-class ScaledStore:
-    """One byte a number, int8 or fp8 [L, slots, Hkv, D], and one fp16 scale per token and head."""
+class ScaledStore(CodedStore):
+    """One byte a number, int8 or fp8, and one fp16 scale per token and head."""
 
     def __init__(self, config: ModelConfig, slots: int, device: str | torch.device, kv_format: str) -> None:
         self.kv_format = kv_format
@@ -107,42 +119,21 @@ class ScaledStore:
         shape = (config.num_hidden_layers, slots, config.num_key_value_heads)
         self.codes = torch.empty((*shape, config.head_dim), dtype=torch.uint8, device=device)  # bit patterns
         self.scales = torch.empty(shape, dtype=torch.float16, device=device)
-        self.nbytes = self.codes.nbytes + self.scales.nbytes
-
-    def write(self, layer: int, slots: Tensor, x: Tensor) -> None:
-        """Store x [N, Hkv, D] in slots [N]."""
-        codes, scales = self.encode(x)
-        self.codes[layer].index_copy_(0, slots, codes)
-        self.scales[layer].index_copy_(0, slots, scales)
-
-    def read(self, layer: int, slots: Tensor) -> Tensor:
-        """Slots [M] -> [M, Hkv, D], fp32."""
-        return self.decode(self.codes[layer].index_select(0, slots), self.scales[layer].index_select(0, slots))
+        super().__init__(self.codes, self.scales)
 
 
-class Int4Store:
+class Int4Store(CodedStore):
     """Two numbers to a byte; a scale and a minimum in fp16 per token, head and group of numbers."""
 
-    kv_format = "int4"
+    kv_format, decode = "int4", staticmethod(int4_decode)
 
     def __init__(self, config: ModelConfig, slots: int, device: str | torch.device) -> None:
         self.group = even_group("head_dim", config.head_dim, INT4_GROUP)
-        shape = (config.num_hidden_layers, slots, config.num_key_value_heads)
-        groups = config.head_dim // self.group
+        self.encode = partial(int4_encode, group=self.group)
+        shape, groups = (config.num_hidden_layers, slots, config.num_key_value_heads), config.head_dim // self.group
         self.codes = torch.empty((*shape, config.head_dim // 2), dtype=torch.uint8, device=device)
-        self.scales = torch.empty((*shape, groups), dtype=torch.float16, device=device)
-        self.minima = torch.empty((*shape, groups), dtype=torch.float16, device=device)
-        self.nbytes = self.codes.nbytes + self.scales.nbytes + self.minima.nbytes
-
-    def write(self, layer: int, slots: Tensor, x: Tensor) -> None:
-        """Store x [N, Hkv, D] in slots [N]."""
-        encoded = int4_encode(x, self.group)
-        for store, new in zip((self.codes, self.scales, self.minima), encoded, strict=True):
-            store[layer].index_copy_(0, slots, new)
-
-    def read(self, layer: int, slots: Tensor) -> Tensor:
-        """Slots [M] -> [M, Hkv, D], fp32."""
-        return int4_decode(*(store[layer].index_select(0, slots) for store in (self.codes, self.scales, self.minima)))
+        self.scales, self.minima = torch.empty((2, *shape, groups), dtype=torch.float16, device=device)
+        super().__init__(self.codes, self.scales, self.minima)
 
 
 STORES = {
@@ -166,8 +157,7 @@ def storage_in(kv_format: str, key_transform="auto") -> Callable[..., KVStorage]
     """What `Engine(storage=...)` takes. key_transform: a change of q and k together; "auto": the default."""
 
     def make(config: ModelConfig, slots: int, device: str | torch.device) -> KVStorage:
-        auto = key_transform == "auto"
-        transform = default_transform(config, kv_format, device) if auto else key_transform
+        transform = default_transform(config, kv_format, device) if key_transform == "auto" else key_transform
         return kv_storage(config, kv_format, slots, device, transform)
 
     return make
@@ -179,22 +169,11 @@ def native_format(dtype: torch.dtype) -> str:
 
 
 def kv_bytes_per_token(config: ModelConfig, kv_format: str) -> int:
-    """Bytes of cache per token, scales counted: keys and values of all layers and KV heads.
-
-    Raises ValueError as `kv_storage` does.
-    """
+    """Bytes of cache per token, scales counted: keys and values of all layers and KV heads."""
     return kv_storage(config, kv_format, 1, "meta").nbytes
 
 
-class KeyTransform(Protocol):
-    """A change of q and k together that leaves the attention weights as they were."""
-
-    def apply(self, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q [N, Hq, D], k [N, Hkv, D] -> the same, transformed."""
-        ...
-
-
-def default_transform(config: ModelConfig, kv_format: str, device: str | torch.device) -> KeyTransform | None:
+def default_transform(config: ModelConfig, kv_format: str, device: str | torch.device) -> Rotation | None:
     """A rotation for fp8 and int4, which needs no calibration; the steps of int8 are fine enough without."""
     return Rotation(config.head_dim, device) if kv_format in ("fp8", "int4") else None
 

@@ -1,7 +1,6 @@
 """What happened, as plain data: one record a step, one a request. Every metric is computed from these.
 
-The engine writes here before and after each forward. Records decide nothing; a reader who only
-wants to know how a token is made may skip this file.
+Records decide nothing: a reader who only wants to know how a token is made may skip this file.
 """
 
 from __future__ import annotations
@@ -77,12 +76,9 @@ class RequestRecord:
 
 
 class Records:
-    """The lists, and sums over them.
+    """The lists, sums over the whole run (`totals`), and the highest of any step (`peaks`).
 
-    `totals` counts over the whole run (every counting field of the step records, steps, busy
-    seconds, finished requests by reason, cached and recovered tokens); `peaks` keeps the highest
-    rows, blocks_live, kv_tokens and waiting of any step. `block_size`, in tokens, turns blocks
-    into tokens reserved; None where no pool is known.
+    `block_size`, in tokens, turns blocks into tokens reserved; None where no pool is known.
     """
 
     def __init__(self, block_size: int | None = None) -> None:
@@ -93,7 +89,7 @@ class Records:
         self.totals: Counter[str] = Counter()
         self.peaks: Counter[str] = Counter()
         self.began: float | None = None  # the first arrival
-        self.ended: float | None = None  # of the last step
+        self.ended: float | None = None  # the end of the last step
 
     def arrived(self, request: Request) -> None:
         """A request reached the queue."""
@@ -101,7 +97,7 @@ class Records:
         self.began = request.arrival if self.began is None else min(self.began, request.arrival)
 
     def planned(self, plan: StepPlan, scheduler: Scheduler) -> dict:
-        """Before the forward: note who was admitted and preempted; returns what is known of the step's record."""
+        """Before the forward: note what was admitted and preempted; returns what is known of the step's record."""
         self.totals["admitted"] += len(plan.admitted)  # here, since they stand even if the forward fails
         self.totals["preempted"] += len(plan.preempted)
         for request in plan.preempted:
@@ -160,11 +156,10 @@ def accepted_drafts(drafts: Sequence[int], tokens: Sequence[int]) -> int:
 def step_counts(plan: StepPlan, scheduler: Scheduler) -> dict:
     """The fields of a step record that are known once it is planned."""
     pool, rows = scheduler.memory.pool, plan.rows
-    fed = Counter()
-    for row in rows:
-        fed.update(tokens_by_kind(row))
+    by_kind = [tokens_by_kind(row) for row in rows]
+    fed = sum(map(Counter, by_kind), Counter())
     unfilled = sum(len(r.block_table) * pool.block_size - r.num_kv for r in scheduler.running) - fed.total()
-    kinds = tuple(kind_of(row) for row in rows)
+    kinds = tuple(next(iter(kinds)) for kinds in by_kind)  # of each row the first
     return {
         "prompt_tokens": fed["prefill"], "decode_tokens": fed["decode"], "recomputed_tokens": fed["recompute"],
         "rows": len(rows), "idle_rows": kinds.count("idle"), "kinds": kinds,
@@ -176,14 +171,10 @@ def step_counts(plan: StepPlan, scheduler: Scheduler) -> dict:
 
 
 def tokens_by_kind(row: Row) -> dict[str, int]:
-    """How many tokens a row feeds for its request: again after a preemption, else of its prompt, else of its output."""
+    """Tokens that a row feeds: again after a preemption, else of its prompt, else of its output. Idle ones: none."""
     if row.idle:
-        return {}
+        return {"idle": 0}
     again = min(max(row.request.num_kv_lost, row.start), row.end)
     prompt = min(max(row.request.num_prompt, again), row.end)
-    return {"recompute": again - row.start, "prefill": prompt - again, "decode": row.end - prompt}
-
-
-def kind_of(row: Row) -> str:
-    """What a row mostly does: the first kind of which it feeds any tokens."""
-    return next((kind for kind, tokens in tokens_by_kind(row).items() if tokens), "idle")
+    fed = {"recompute": again - row.start, "prefill": prompt - again, "decode": row.end - prompt}
+    return {kind: tokens for kind, tokens in fed.items() if tokens}

@@ -1,7 +1,7 @@
 """What a user asks for, what the engine remembers of it, and what comes back.
 
-The one thing to take along is the picture at `Request`: a request has two lengths. Tokens are
-known as soon as they are sampled; their keys and values are stored when they are fed, a step later.
+The thing to take along is the picture at `Request`: a token is known as soon as it is sampled, its
+keys and values are stored when it is fed, a step later.
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ class Timing:
 class Request:
     """One sequence on its way through the engine.
 
-    Two lengths, never one: `num_tokens` are known, `num_kv` have their keys and values
-    computed and stored. A sampled token has none until it is fed.
+    Two lengths, never one: `num_tokens` are known, `num_kv` have their keys and values stored.
 
         tokens:   [ prompt ............ | output ........ newest ]
                     <-- num_kv: stored, in block_table -->|        <- still to be fed
@@ -122,17 +121,15 @@ class Request:
 
     def extend(self, tokens: Sequence[int]) -> list[int]:
         """Take output tokens up to the one that ends the text; returns those taken. A stop goes before the cap."""
-        taken = []
-        for token in tokens:
+        for number, token in enumerate(tokens, start=1):
             self.tokens.append(token)
-            taken.append(token)
             if token in self.stop_ids or self.num_output == self.params.stop_after:
                 self.finish_reason = "stop"
             elif len(self.tokens) >= self.length_limit:
                 self.finish_reason = "length"
             if self.finished:
-                break
-        return taken
+                return list(tokens[:number])
+        return list(tokens)
 
 
 @dataclass(frozen=True)

@@ -42,27 +42,21 @@ def uniforms(seeds: Sequence[int], indices: Sequence[int], purpose: int = SAMPLE
     return torch.from_numpy((hash_numbers(seeds, indices, purpose) >> np.uint64(32)) / 2**32)
 
 
-def filters(params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor, Tensor]:
-    """Temperatures (0: greedy), top-k (0: all) and top-p (1: all) of R rows, each [R]."""
-    temperature = torch.tensor([0.0 if p.greedy else p.temperature for p in params])
-    top_k = torch.tensor([p.top_k or 0 for p in params])
-    top_p = torch.tensor([1.0 if p.top_p is None else p.top_p for p in params])
-    return temperature, top_k, top_p
-
-
 def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """logits [R, V] -> what each row samples from [R, V], after temperature, top-k, then top-p, in fp32.
 
     A greedy row puts everything on its argmax.
     """
-    temperature, top_k, top_p = (x[:, None].to(logits.device) for x in filters(params))  # each [R, 1]
+    device = logits.device
+    temperature = torch.tensor([[0.0 if p.greedy else p.temperature] for p in params], device=device)  # [R, 1]
     # the highest score becomes 0 before the division, which then cannot overflow
     scores = logits.float() - logits.float().amax(-1, keepdim=True)  # [R, V]
     scores = scores / torch.where(temperature > 0, temperature, 1.0)
     if most := max(p.top_k or 0 for p in params):
+        top_k = torch.tensor([[p.top_k or 0] for p in params], device=device)  # 0 keeps all
         scores = keep_top_k(scores, top_k, min(most, scores.shape[1]))
     if any(p.top_p is not None for p in params):
-        scores = keep_nucleus(scores, top_p)
+        scores = keep_nucleus(scores, torch.tensor([[p.top_p or 1.0] for p in params], device=device))
     best = torch.zeros_like(scores).scatter(1, logits.argmax(-1, keepdim=True), 1.0)
     return torch.where(temperature > 0, scores.softmax(-1), best)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minillm.ladder.attention import KVStorage, StepAttention
-from minillm.ladder.continuous import Row, Scheduler, StepPlan, WholePromptScheduler
+from minillm.ladder.continuous import Row, Scheduler, StepPlan
 from minillm.ladder.executor import ModelExecutor
 from minillm.ladder.request import Request
 from minillm.ladder.sampling import ACCEPT, SAMPLE, draw, probabilities, uniforms
@@ -40,18 +40,12 @@ class Proposer(Protocol):
 
     def prepare(self, config: ModelConfig, num_blocks: int, block_size: int, attention=StepAttention) -> None:
         """Called once, by the engine that it will serve; raises ValueError where it cannot serve this target."""
-        ...
 
     def propose(self, rows: Sequence[Row]) -> list[Tensor | None]:
         """Write at most `row.num_drafts` drafts into `row.drafts` of each row of a step.
 
-        Returns for each row the distributions its drafts were drawn from [k, V], or None
-        where they were not drawn but picked.
+        Returns for each row what its drafts were drawn from [k, V], or None where they were picked.
         """
-        ...
-
-
-# -- verification ---------------------------------------------------------------------------------
 
 
 def verify_greedy(best: Sequence[int], drafts: Sequence[int]) -> list[int]:
@@ -87,40 +81,25 @@ def verify_sampled(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, u_next: Tens
 def verify(rows: Sequence[Row], logits: Tensor, proposed: Sequence[Tensor | None]) -> list[list[int]]:
     """The tokens of each row that samples. logits [R, V]: after its newest token and its drafts, row after row."""
     best = logits.argmax(-1).tolist()
-    outputs, first, sampling = [], 0, {}
-    for i, (row, q) in enumerate(zip(rows, proposed, strict=True)):
-        end = first + len(row.drafts) + 1
-        outputs.append(verify_greedy(best[first:end], row.drafts) if row.request.params.greedy else [])
-        if not row.request.params.greedy:  # those with as many drafts are verified together
-            sampling.setdefault(len(row.drafts), []).append((i, row, logits[first:end], q))
-        first = end
-    for group in sampling.values():
-        places, *parts = zip(*group, strict=True)
-        for i, tokens in zip(places, verify_sampling_rows(*parts), strict=True):
-            outputs[i] = tokens
+    outputs, first = [], 0
+    for row, q in zip(rows, proposed, strict=True):
+        own = slice(first, first + len(row.drafts) + 1)
+        greedy = row.request.params.greedy
+        outputs.append(verify_greedy(best[own], row.drafts) if greedy else verify_row(row, logits[own], q))
+        first = own.stop
     return outputs
 
 
-def verify_sampling_rows(rows: Sequence[Row], logits: Sequence[Tensor], q: Sequence[Tensor | None]) -> list[list[int]]:
-    """Sampling rows of k drafts each: logits [k + 1, V], q [k, V] or None. Without drafts they draw as in decoding."""
-    k, device = len(rows[0].drafts), logits[0].device
-    p = probabilities(torch.cat(tuple(logits)), [row.request.params for row in rows for _ in range(k + 1)])
-    p = p.unflatten(0, (len(rows), k + 1))  # [R, k + 1, V]
-    drafts = torch.tensor([row.drafts for row in rows], dtype=torch.long, device=device)  # [R, k]
-    picked = F.one_hot(drafts, p.shape[2]).to(p.dtype)  # [R, k, V]: the q of a draft that was picked, not drawn
-    drawn_from = torch.stack([own if given is None else given for own, given in zip(picked, q, strict=True)])
-
-    def numbers(count: int, purpose: int) -> Tensor:
-        seeds = [row.request.seed for row in rows for _ in range(count)]
-        places = [row.request.num_output + i for row in rows for i in range(count)]
-        return uniforms(seeds, places, purpose).view(len(rows), count).to(device)  # [R, count]
-
-    found = verify_sampled(p, drawn_from, drafts, numbers(k, ACCEPT), numbers(k + 1, SAMPLE))
-    accepted, following = torch.stack(found).tolist()
-    return [[*row.drafts[:n], token] for row, n, token in zip(rows, accepted, following, strict=True)]
-
-
-# -- in the scheduler and the executor ------------------------------------------------------------
+def verify_row(row: Row, logits: Tensor, q: Tensor | None) -> list[int]:
+    """A sampling row of k drafts: logits [k + 1, V], q [k, V] or None. Without drafts it draws as in decoding."""
+    request, k, device = row.request, len(row.drafts), logits.device
+    p = probabilities(logits, [request.params] * (k + 1))  # [k + 1, V]
+    drafts = torch.tensor(row.drafts, dtype=torch.long, device=device)  # [k]
+    q = F.one_hot(drafts, p.shape[1]).to(p.dtype) if q is None else q  # of a draft that was picked, not drawn
+    places, seeds = range(request.num_output, request.num_output + k + 1), [request.seed] * (k + 1)
+    u, u_next = (uniforms(seeds, places, purpose).to(device) for purpose in (ACCEPT, SAMPLE))  # [k + 1]
+    accepted, following = verify_sampled(p[None], q[None], drafts[None], u[None, :k], u_next[None])
+    return [*row.drafts[: int(accepted)], int(following)]
 
 
 class Speculator:
@@ -142,7 +121,8 @@ class Speculator:
 
     def scheduler(self, base: type[Scheduler]) -> partial[SpeculativeScheduler]:
         """What makes a scheduler of class `base` that plans drafts too."""
-        return partial(SpeculativeWholePrompts if base is WholePromptScheduler else SpeculativeScheduler, self)
+        both = (SpeculativeScheduler, base) if base is not Scheduler else (SpeculativeScheduler,)
+        return partial(type("SpeculativeScheduler", both, {}), self)
 
     def executor(self, *parts) -> SpeculativeExecutor:
         """An executor of these parts that drafts and verifies."""
@@ -176,10 +156,6 @@ class SpeculativeScheduler(Scheduler):
         return super().commit(plan, outputs)
 
 
-class SpeculativeWholePrompts(SpeculativeScheduler, WholePromptScheduler):
-    """The same where prompts are fed whole."""
-
-
 class SpeculativeExecutor(ModelExecutor):
     """Drafts, one forward over newest tokens and drafts, verification."""
 
@@ -202,23 +178,9 @@ class SpeculativeExecutor(ModelExecutor):
             return super().read(plan, computed)
         return verify([row for row in plan.rows if row.samples], *computed)
 
-    def logit_rows(self, rows: Sequence[Row]) -> list[int]:
-        """Of each row that samples the newest token and the drafts after it."""
-        wanted, end = [], 0
-        for row in rows:
-            end += row.span.count
-            wanted += range(end - 1 - len(row.drafts), end) if row.samples else ()
-        return wanted
-
-
-# -- proposers ------------------------------------------------------------------------------------
-
 
 class NgramProposer:
-    """Prompt lookup: what followed the last few tokens when they last occurred (Saxena, 2023).
-
-    Costs next to nothing, and is right wherever an answer copies from its prompt or itself.
-    """
+    """Prompt lookup: what followed the last few tokens when they last occurred (Saxena, 2023)."""
 
     bytes_per_token = 0
     lengths = range(3, 0, -1)  # look for the last three tokens first, then for fewer

@@ -12,36 +12,18 @@ Text is made after the scheduler's commit, and decides only one thing: that a st
 from __future__ import annotations
 
 import codecs
-from collections.abc import Collection, Sequence
-from typing import Protocol
-
-
-class Tokenizer(Protocol):
-    """What a stream needs of a tokenizer; `load/tokenizer.py` has one."""
-
-    special_ids: Collection[int]  # control tokens, which have no text
-
-    def token_bytes(self, id: int) -> bytes:
-        """The bytes that one token stands for."""
-        ...
-
-    def without_first_space(self, text: str) -> str:
-        """The beginning of a text, without the space that some tokenizers put before every word."""
-        ...
+from collections.abc import Sequence
 
 
 class TextStream:
     """The text of generated tokens, released as soon as it can no longer change.
 
-    `push` returns new text; `finish`, called after the last token, returns what was still
-    held back: half a character, or the beginning of a stop string that never came.
-
-    The rule by which ids and text agree: `text` is the decoded text of the pushed ids, cut
-    before the leftmost stop string in it. The ids include the token that completed the stop
-    string; the text does not include the stop string, and further ids are ignored.
+    `text` is the decoded text of the pushed ids, cut before the leftmost stop string in it. The
+    ids include the token that completed the stop string; further ids are ignored.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer, stop: Sequence[str] = ()) -> None:
+        """tokenizer: has `special_ids`, which have no text, `token_bytes(id)` and `without_first_space(text)`."""
         self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in self.stop:
             raise ValueError("an empty stop string would end every text immediately")
@@ -64,7 +46,7 @@ class TextStream:
         return self._release(self._utf8.decode(self._tokenizer.token_bytes(token_id)), hold=True)
 
     def finish(self) -> str:
-        """Return what is left; a second call returns nothing."""
+        """After the last token: what was held back, half a character or a stop string that never came."""
         return self._release(self._utf8.decode(b"", final=True), hold=False)
 
     def _release(self, new: str, hold: bool) -> str:

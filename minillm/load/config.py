@@ -12,14 +12,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from minillm.model import config
-from minillm.model.config import FAMILIES
 
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # SmolLM2 is a "llama"
 ROPE_TYPES = ("default", "llama3")
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 class ModelConfig(config.ModelConfig):
-    """The model's shape, with the two ways to get one."""
+    """The model's shape, with the two ways to get one. Raises ValueError for a shape that cannot be."""
+
+    def __post_init__(self) -> None:
+        if self.model_type not in FAMILIES:
+            raise ValueError(f"unknown model_type {self.model_type!r}; this package computes {', '.join(FAMILIES)}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"{self.num_attention_heads} query heads cannot share {self.num_key_value_heads} KV heads evenly"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd; RoPE rotates pairs of dimensions")
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:

@@ -262,7 +262,7 @@ class VirtualEngine(Engine):
         fed = scheduler.max_step_tokens - plan.budget
         if plan.preempted or not fed == rows == len(scheduler.running) or not all(row.samples for row in plan.rows):
             return 0
-        if self.speculator or (scheduler.waiting and not self.chunked_prefill):
+        if self.speculator or (scheduler.waiting and not scheduler.chunked_prefill):
             return 0
         pool = scheduler.memory.pool
         if isinstance(scheduler.memory, Slots):  # all that they may ever ask for is theirs

@@ -9,8 +9,7 @@ verification of drafts are therefore one code path.
     tokens [N] -> embedding -> L x (norm, q k v, rotate, cache.attend, norm, gated MLP) -> norm -> logits [R, V]
 
 Letters in shapes: N tokens, R tokens whose logits are wanted, H hidden, Hq query heads, Hkv
-KV heads, D head_dim, V vocabulary. `linear` and `layer` of `Llama` may be replaced by faster
-ones with the same results: see `fast/`.
+KV heads, D head_dim, V vocabulary. `fast/` replaces `Llama.linear` and `Llama.layer` by faster ones.
 """
 
 from __future__ import annotations
@@ -114,10 +113,7 @@ class Llama:
     layer: Callable = DecoderLayer
 
     def __init__(
-        self,
-        config: ModelConfig,
-        tensors: Mapping[str, Tensor],
-        device: str | torch.device = "cpu",
+        self, config: ModelConfig, tensors: Mapping[str, Tensor], device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """tensors: by transformers' names, each read once. A tied model's head is its embedding."""
@@ -129,9 +125,7 @@ class Llama:
         self.head = self.linear(self.embedding) if config.tie_word_embeddings else weights.linear("lm_head")
         self.inverse_frequencies = inverse_frequencies(config).to(self.device)  # [D / 2]
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, cache: CacheView, logit_rows: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, cache: CacheView, logit_rows: Tensor | None = None) -> Tensor:
         """tokens [N], positions [N] -> logits [R, V] of the tokens in `logit_rows` [R], or of all N."""
         x = self.hidden_states(tokens, positions, cache)
         return self.logits(x if logit_rows is None else x[logit_rows])
@@ -147,9 +141,6 @@ class Llama:
     def logits(self, x: Tensor) -> Tensor:
         """Hidden states [R, H] -> logits [R, V]."""
         return self.head(rms_norm(x, self.norm, self.config.rms_norm_eps))
-
-
-# -- between the matrices -------------------------------------------------------------------------
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

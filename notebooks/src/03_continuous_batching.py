@@ -37,7 +37,8 @@ from minillm.course.show.recorded import ledger, recorded
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
 from minillm.course.show.widgets import schedule_stepper
-from minillm.ladder.continuous import ContinuousBatching, Scheduler, StaticBatching, WholePromptScheduler
+from minillm.extras.whole_prompts import WholePromptScheduler
+from minillm.ladder.continuous import ContinuousBatching, Scheduler, StaticBatching
 from minillm.measure.measurement import device_name
 from minillm.measure.workload import articles_static, lognormal
 

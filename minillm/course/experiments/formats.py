@@ -19,13 +19,12 @@ from torch import Tensor
 from minillm.course.experiments.common import decode_seconds, measured, serve, step_row, warm_up
 from minillm.course.experiments.quality import QualityTask, python_help, quality_row, quality_tables, run_task
 from minillm.course.setting import Setting
-from minillm.extras.key_scaling import ChannelScaling
+from minillm.extras.key_scaling import ChannelScaling, KeyTransform
 from minillm.fast.weight_formats import WEIGHT_FORMATS, quantize_weights
 from minillm.ladder.attention import KVStorage
 from minillm.ladder.decode import NoCache
 from minillm.ladder.quantized import (
     INT4_GROUP,
-    KeyTransform,
     NativeStore,
     Rotation,
     even_group,

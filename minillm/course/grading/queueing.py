@@ -41,23 +41,25 @@ class OrderedScheduler(Scheduler):
 
     def __init__(self, engine: Engine, order: Order) -> None:
         was = engine.scheduler
-        super().__init__(was.batching, was.memory, was.max_batch, was.max_step_tokens, was.max_context)
+        super().__init__(was.batching, was.memory, was.max_batch, was.max_step_tokens)
         self.order, self.clock = order, engine.clock
 
-    def _plan_prompts(self, plan: StepPlan) -> None:
-        """Feed prompts in the order's order until the budget is spent; one from the queue joins when it is its turn."""
-        requests = {r.order: r for r in (*self.running, *self.waiting) if r.num_pending > 1}
+    def plan(self, plan: StepPlan | None = None, decodes: bool = True) -> StepPlan:
+        """The decodes, then prompts in the order's order until the budget is spent; one that waits joins in its turn."""
+        plan = StepPlan(budget=self.max_step_tokens)
+        for request in list(self.running):
+            if request.num_pending == 1:
+                self.feed(request, 1, plan)
+        requests = {r.arrival_number: r for r in (*self.running, *self.waiting) if r.num_pending > 1}
         for number in self._ordered(list(requests.values())):
             request = requests[number]
             if plan.budget > 0 and (request in self.running or self._join(request, plan)):
-                self._feed_prompt(request, plan)
-
-    def _admit(self, plan: StepPlan) -> None:
-        """Nothing is left to do: who could join did so in its turn."""
+                self.feed(request, self.chunk(request, plan), plan)
+        return plan
 
     def _ordered(self, requests: list[Request]) -> list[int]:
         """The requests' numbers in the learner's order; ValueError unless it holds each prompt once."""
-        prompts = [Prompt(r.order, r.arrival, r.num_prompt, r.num_pending) for r in requests]
+        prompts = [Prompt(r.arrival_number, r.arrival, r.num_prompt, r.num_pending) for r in requests]
         ordered = [prompt.number for prompt in self.order(list(prompts), self.clock.now())] if prompts else []
         if sorted(ordered) != sorted(prompt.number for prompt in prompts):
             raise ValueError(f"{len(prompts)} prompts were to be ordered; they did not come back once each")

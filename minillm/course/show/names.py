@@ -37,7 +37,7 @@ NAMES = (
     Name("most rows of a step", "Engine.max_batch", 3, "`--max-num-seqs`", "`--max-running-requests`"),
     Name("token budget of a step", "Engine.max_step_tokens", 3, "`--max-num-batched-tokens`",
          "`--chunked-prefill-size`, `--max-prefill-tokens`"),
-    Name("prompts in chunks", "Engine.chunked_prefill", 3, "`--enable-chunked-prefill`",
+    Name("prompts in chunks", "minillm.ladder.continuous.Scheduler.chunked_prefill", 3, "`--enable-chunked-prefill`",
          "`--chunked-prefill-size`, -1 for off"),
     Name("first come, first served", "minillm.ladder.continuous.Scheduler.waiting", 3, "`--scheduling-policy fcfs`",
          "`--schedule-policy fcfs`"),
