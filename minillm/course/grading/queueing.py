@@ -45,7 +45,7 @@ class OrderedScheduler(Scheduler):
         self.order, self.clock = order, engine.clock
 
     def plan(self, plan: StepPlan | None = None, decodes: bool = True) -> StepPlan:
-        """The decodes, then prompts in the order's order until the budget is spent; one that waits joins in its turn."""
+        """The decodes, then prompts in the learner's order while budget is left; one that waits joins in its turn."""
         plan = StepPlan(budget=self.max_step_tokens)
         for request in list(self.running):
             if request.num_pending == 1:
