@@ -69,7 +69,7 @@ def test_a_result_goes_to_a_file(tmp_path, capsys):
         ("bench peers --clients 2 --against transformers", "--against has no --rate and no --clients"),
         ("bench decode --clients 2", "decode has no --rate and no --clients"),
         ("bench chat --url nonsense --requests 1", "no server's URL"),
-        ("claims --root nowhere", "no folder"),
+        ("claims --root nowhere", "not a folder"),
         ("claims Z9", "unknown claim 'Z9'; known: A1"),
         ("grade --class nowhere --report out", "no folder"),
         ("fetch --from nowhere.whl", "no file"),

@@ -14,8 +14,7 @@ from minillm.course.show import names, service_plots
 from minillm.fast.engine import Engine
 from minillm.load.config import ModelConfig
 from minillm.measure import fleet, metrics
-from minillm.measure.fitting import shape_of
-from minillm.measure.roofline import Ceilings, least_work
+from minillm.measure.roofline import Ceilings, least_work, shape_of
 from minillm.measure.service import Service
 from minillm.measure.virtual import CostModel, virtual_engine
 from minillm.measure.workload import WorkItem, play

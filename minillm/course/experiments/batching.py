@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from statistics import mean, median, pstdev
+
+import torch
 
 from minillm.course.experiments.common import (
     WARM_UPS,
@@ -24,8 +28,8 @@ from minillm.ladder.records import Records
 from minillm.ladder.request import SamplingParams
 from minillm.load.config import ModelConfig
 from minillm.measure import metrics
-from minillm.measure.measurement import EXACT, Measurement, provenance
-from minillm.measure.reference import generate_step_seconds, load_reference
+from minillm.measure.measurement import EXACT, Measurement, Spread, provenance
+from minillm.measure.reference import load_reference
 from minillm.measure.roofline import StepShape
 from minillm.measure.workload import WorkItem, articles_static, chat, lognormal
 
@@ -73,6 +77,25 @@ def decode(
                   **step_row(setting, work, spread, batch)} for engine, spread in found.items()]
         spreads.append(found["minillm"])
     return setting.measured("decode", rows, spreads[0])
+
+
+@torch.inference_mode()
+def generate_step_seconds(reference, prompts: Sequence[Sequence[int]], steps: int, warmups: int) -> Spread:
+    """Seconds between the logits of one step of `generate` and those of the next; prompts are of equal length."""
+    ids = torch.tensor(prompts, device=reference.device)  # [B, S]
+    synchronize, times = getattr(torch, reference.device.type).synchronize, []
+
+    def note_time(_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        synchronize()
+        times.append(time.perf_counter())
+        return logits
+
+    tokens = warmups + steps + 1
+    reference.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
+        do_sample=False, eos_token_id=None, pad_token_id=0, logits_processor=[note_time],
+    )
+    return Spread.of([after - before for before, after in pairwise(times)][warmups:], warmups)
 
 
 def knee(setting: Setting) -> Measurement:
