@@ -10,6 +10,7 @@ from tiny import tiny_config, tiny_model
 from minillm.course import diagnose
 from minillm.course.experiments import example, service
 from minillm.course.experiments.limits import gauges
+from minillm.course.figures import service_row
 from minillm.course.show import names, service_plots
 from minillm.fast.engine import Engine
 from minillm.load.config import ModelConfig
@@ -147,8 +148,10 @@ def test_pools_keep_people_and_jobs_apart():
 
 
 def test_more_rows_make_more_tokens_per_second():
-    few, many = (Service(SECOND, kv_memory=10**6, max_batch=most).serve(items(0.0, 0.0, 0.0, 0.0), clients=4).row(
-        "tokens_per_s", "mean_rows") for most in (1, 4))
+    few, many = (
+        service_row(Service(SECOND, kv_memory=10**6, max_batch=most).serve(items(0.0, 0.0, 0.0, 0.0), clients=4),
+                    "tokens_per_s", "mean_rows") for most in (1, 4)
+    )
     assert many["tokens_per_s"] > 2 * few["tokens_per_s"] and (few["mean_rows"], many["mean_rows"]) == (1.0, 4.0)
 
 

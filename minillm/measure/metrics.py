@@ -19,7 +19,6 @@ tokens are output, but they are not averaged; neither are those still under way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
 
 import numpy as np
 
@@ -101,33 +100,6 @@ def summary(records: Records, price_per_hour: float | None = None) -> dict:
         "recomputed_tokens": totals["recomputed_tokens"],  # fed again after a preemption: neither prompt nor output
         "recovered_tokens": totals["recovered_tokens"],  # found in the cache again after a preemption
     }
-
-
-LATENCIES = ("queue_p50_s", "queue_p99_s", "ttft_p50_s", "ttft_p99_s", "itl_p50_ms", "itl_p99_ms", "latency_p50_s",
-             "latency_p99_s")
-COLUMNS = {  # of a table, and where a summary has each; of ITL, that per step
-    "tokens_per_s": "output_tokens_per_s", "mean_rows": "batch.mean_rows", "peak_rows": "batch.peak_rows",
-    "queue_p50_s": "queue_s.p50", "queue_p99_s": "queue_s.p99", "ttft_p50_s": "ttft_s.p50", "ttft_p99_s": "ttft_s.p99",
-    "itl_p50_ms": "itl_per_step_s.p50", "itl_p99_ms": "itl_per_step_s.p99",
-    "latency_p50_s": "latency_s.p50", "latency_p99_s": "latency_s.p99",
-    "mean_waiting": "queue_depth.mean", "peak_waiting": "queue_depth.peak", "preemptions": "preemptions",
-    "cache_peak_share": "kv.peak_share", "wasted_share": "kv.peak_wasted_share",
-    "prompt_tokens_computed": "prompt_tokens", "cost_per_million_output_tokens": "cost_per_million_output_tokens",
-}
-
-
-def flat(found: dict, *columns: str) -> dict:
-    """A `summary`, or `latencies`, as one row of a table: these of the COLUMNS, or all that it has.
-
-    Columns in _ms are milliseconds. None where the summary has no value; KeyError for an unknown column.
-    """
-    row = {}
-    for column in columns or [name for name, place in COLUMNS.items() if place.split(".")[0] in found]:
-        value = found
-        for key in COLUMNS[column].split("."):
-            value = value.get(key) if value else None
-        row[column] = value * 1e3 if value is not None and column.endswith("_ms") else value
-    return row
 
 
 CLIENTS_SEE = (
@@ -220,20 +192,6 @@ def occupancy(records: Records) -> dict:
 
 
 BLOCK_STATES = ("blocks_live", "blocks_cached", "blocks_free")  # their sum is the pool
-
-
-def series(records: Records, name: str) -> list[tuple[float, float, float]]:
-    """(start, end, value) of each step, in seconds: any number of a step record, or `useful_rows`."""
-    known = ["useful_rows", *(field.name for field in fields(StepRecord) if field.name != "members")]
-    if name not in known:
-        raise ValueError(f"unknown series {name!r}; known: {', '.join(known)}")
-    if isinstance(records, BoundedRecords):
-        raise ValueError("records='summary' keeps no steps; run the engine with records='all'")
-
-    def value(step: StepRecord) -> float:
-        return step.rows - step.idle_rows if name == "useful_rows" else getattr(step, name)
-
-    return [(step.start, step.start + step.duration, value(step)) for step in records.steps]
 
 
 def time_mean(steps: Sequence[StepRecord], value: Callable[[StepRecord], float]) -> float | None:

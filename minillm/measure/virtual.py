@@ -142,8 +142,7 @@ class VirtualProposer:
     def accepted(self, row: Row) -> list[int]:
         """The drafts of a row before its first wrong one; the same request draws the same in any company."""
         request = row.request
-        places = (request.num_output + i for i in count())
-        draws = (uniforms([request.seed], [place], ACCEPT).item() < self.acceptance for place in places)
+        draws = (uniform(request.seed, request.num_output + i, ACCEPT) < self.acceptance for i in count())
         return [draft for draft, _ in zip(row.drafts, takewhile(bool, draws), strict=False)]
 
 
@@ -282,3 +281,8 @@ def virtual_engine(
     return VirtualEngine(
         None, executor=executor, clock=clock, kv_format=cost.kv_format, speculator=speculator, **settings
     )
+
+
+def uniform(seed: int, index: int, purpose: int) -> float:
+    """One of `sampling.uniforms`."""
+    return float(uniforms([seed], [index], purpose)[0])

@@ -20,6 +20,7 @@ from minillm.course.experiments.common import (
     timed_step,
     warm_up,
 )
+from minillm.course.figures import LATENCIES, flat
 from minillm.course.setting import Setting
 from minillm.fast.engine import Engine
 from minillm.guard.inputs import check_at_least
@@ -111,7 +112,7 @@ def knee(setting: Setting) -> Measurement:
         found = metrics.summary(records)
         rows.append({
             "clients": number, "mean_rows": found["batch"]["mean_rows"], "tokens_per_s": found["output_tokens_per_s"],
-            "tokens_per_s_each": found["output_tokens_per_s"] / number, **metrics.flat(found, *metrics.LATENCIES),
+            "tokens_per_s_each": found["output_tokens_per_s"] / number, **flat(found, *LATENCIES),
         })
     at = knee_of(rows)
     for row in rows:
