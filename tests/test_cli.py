@@ -68,7 +68,7 @@ def test_a_result_goes_to_a_file(tmp_path, capsys):
         ("bench peers --rate 3", "'peers' has no rate"),
         ("bench peers --clients 2 --against transformers", "--against has no --rate and no --clients"),
         ("bench decode --clients 2", "decode has no --rate and no --clients"),
-        ("bench chat --url nonsense --requests 1", "no server's URL"),
+        ("bench chat --url nonsense --requests 1", "not a server's URL"),
         ("claims --root nowhere", "not a folder"),
         ("claims Z9", "unknown claim 'Z9'; known: A1"),
         ("grade --class nowhere --report out", "no folder"),

@@ -20,9 +20,9 @@ EXTRAS = {"matplotlib": "lab", "ipywidgets": "lab", "transformers": "test"}  # o
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit status. Errors a user can mend are one line on stderr, status 2.
+    """Run one command; returns the exit status. Errors that a user can correct are one line on stderr, status 2.
 
-    A reader that has seen enough, such as `head`, ends it without a word, with a shell's 128 + SIGPIPE.
+    A reader that closes the pipe, such as `head`, ends it silently, with a shell's 128 + SIGPIPE.
     """
     parser = argparse.ArgumentParser(prog="minillm", description="LLM inference, built a rung at a time.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -26,8 +26,8 @@ def add_bench(commands) -> None:
     """The parser of `minillm bench`."""
     parser = commands.add_parser(
         "bench", help="run a workload: here, beside transformers, or on a server",
-        description="Here all requests come at once, in turns with those of --against. With --clients or --rate they "
-                    "come as to a server, once, and the figures are those that --url gives of a server.",
+        description="Here all requests come at the start, in turns with those of --against. With --clients or --rate "
+                    "they come as to a server, once, and the figures are those that --url gives of a server.",
     )
     parser.add_argument("workload", nargs="?", default="peers",
                         help="decode: steps by batch, beside the device's limits; or a workload, such as chat (an "

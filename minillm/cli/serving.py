@@ -10,7 +10,7 @@ from minillm.course.show.output import print_summary, write_json
 from minillm.course.show.tables import all_columns, text_table
 
 CAPACITY_COLUMNS = {
-    "case": "case", "kv_bytes_per_token": "bytes/token", "request_gb": "GB/request", "max_concurrent": "fit at once",
+    "case": "case", "kv_bytes_per_token": "bytes/token", "request_gb": "GB/request", "max_concurrent": "fit",
     "times": "x as asked",
 }
 
@@ -20,7 +20,7 @@ CAPACITY_COLUMNS = {
 
 def add_capacity(commands) -> None:
     """The parser of `minillm capacity`."""
-    parser = commands.add_parser("capacity", help="how many requests fit into a device's memory at once")
+    parser = commands.add_parser("capacity", help="how many requests fit into a device's memory")
     parser.add_argument("--model", default="llama-3-8b", help="a preset (default: llama-3-8b)")
     parser.add_argument("--memory-gb", type=float, default=80.0, help="of the device, 10^9 bytes each (default: 80)")
     parser.add_argument("--weights-gb", type=float, help="default: the model's own, at 16 bits")
@@ -71,7 +71,7 @@ def add_simulate(commands) -> None:
     add_workload(parser)
     parser.add_argument("--device", default="a100-80gb", help="one with a data sheet (default: a100-80gb)")
     parser.add_argument("--model", default="llama-3-8b", help="a preset (default: llama-3-8b)")
-    parser.add_argument("--replicas", type=int, default=1, help="devices behind a router (default: 1)")
+    parser.add_argument("--replicas", type=int, default=1, help="devices that share the requests (default: 1)")
     parser.add_argument("--prefill-replicas", type=int, default=0, help="more devices, for prompts alone (default: 0)")
     parser.add_argument("--kv-format", default="bf16", help="how keys and values are stored (default: bf16)")
     parser.add_argument("--speculation", type=float, metavar="SHARE", help="4 drafts a row, of which SHARE are right")

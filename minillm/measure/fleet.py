@@ -1,8 +1,7 @@
-"""Several engines on virtual clocks: replicas behind a router, pools, and prefill apart from decoding.
+"""Several engines on virtual clocks: replicas, pools, and prefill apart from decoding.
 
-Every function returns one `RequestRecord` per item, in the items' order, from which
-`metrics.latencies` computes the latencies of one kind of request. The engines' own records, merged
-by `metrics.merge`, show how the hardware was used.
+Results are one `RequestRecord` per item, in the items' order. The engines' own records, merged by
+`metrics.merge`, show how the hardware was used.
 """
 
 from __future__ import annotations
@@ -55,9 +54,8 @@ def serve_disaggregated(
 ) -> list[RequestRecord]:
     """Prompts and first tokens on one pool, the rest on another, once the prompt's cache has been sent there.
 
-    The engines of `decode` are made with `prompts_received=True`, and with `max_step_tokens`
-    large enough to take a prompt in one step. A transfer takes its bytes over
-    `transfer_bytes_per_s`; transfers do not wait for one another (DistServe: Zhong et al., 2024).
+    The engines of `decode` are made with `prompts_received=True` and `max_step_tokens` for a whole
+    prompt. Transfers do not wait for one another (DistServe: Zhong et al., 2024).
     """
     firsts = serve(prefill, [replace(item, max_tokens=1, stop_after=None) for item in items])
     token_bytes = kv_bytes_per_token(prefill[0].config, prefill[0].executor.cost.kv_format)
@@ -76,11 +74,8 @@ def serve_disaggregated(
 
 
 def joined(first: RequestRecord, rest: RequestRecord) -> RequestRecord:
-    """One request's life from its two halves."""
+    """One request's record from those of its two halves."""
     return replace(
-        first,
-        token_times=first.token_times + rest.token_times,
-        finish=rest.finish,
-        finish_reason=rest.finish_reason,
+        first, token_times=first.token_times + rest.token_times, finish=rest.finish, finish_reason=rest.finish_reason,
         preemptions=first.preemptions + rest.preemptions,
     )

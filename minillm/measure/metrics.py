@@ -72,10 +72,9 @@ def step_gaps(request: RequestRecord) -> tuple[np.ndarray, np.ndarray]:
 
 
 def summary(records: Records, price_per_hour: float | None = None) -> dict:
-    """All metrics of a run, units in their names. What records of mode "summary" do not tell is None.
+    """All metrics of a run, units in their names; None where records lack them, or a rate has no time.
 
     price_per_hour, of the hardware in any currency, gives the cost per million output tokens.
-    Shares and rates are None where they would divide by nothing.
     """
     totals = records.totals
     span = records.ended - records.began if records.ended is not None else None
@@ -109,10 +108,7 @@ CLIENTS_SEE = (
 
 
 def seen_by_clients(records: Records) -> dict:
-    """What of `summary` a client can know too: no queue, no batch, no cache. And `mean_in_flight`, by Little's law.
-
-    ValueError for records of mode "summary", which keep no request.
-    """
+    """What a client sees of `summary`, and `mean_in_flight` by Little's law. ValueError for bounded records."""
     if isinstance(records, BoundedRecords):
         raise ValueError("records='summary' keeps no requests; run the engine with records='all'")
     found = summary(records)
@@ -140,7 +136,7 @@ def latencies_of_summary(records: Records) -> dict[str, dict | None]:
 
 
 def batch(records: Records) -> dict:
-    """The achieved batch, the most telling number of all: rows a step that served somebody, and rows that idled."""
+    """The achieved batch, the most telling number of all: rows a step that served a request, and rows that idled."""
     totals = records.totals
     useful = totals["rows"] - totals["idle_rows"]
     return {
@@ -152,10 +148,7 @@ def batch(records: Records) -> dict:
 
 
 def speculation(records: Records) -> dict:
-    """Drafts verified and accepted, their ratio, and tokens per round: the accepted ones and the target's own.
-
-    What was cut behind the end of an answer is in none of them.
-    """
+    """Drafts verified and accepted, their ratio, and tokens per round, the target's own included; none past an end."""
     totals = records.totals
     rounds = sum(record.rounds for record in (*records.requests, *records.live.values()))
     in_rounds = totals["output_tokens"] - (totals["sampled_rows"] - rounds)  # a row without drafts is given one token
@@ -168,10 +161,9 @@ def speculation(records: Records) -> dict:
 
 
 def occupancy(records: Records) -> dict:
-    """Who has the cache: blocks live, cached and free on average over busy time, and the fullest step.
+    """Blocks live, cached and free on average over busy time, and the fullest step.
 
-    `used_tokens` hold a key and a value; `wasted_tokens` are reserved and empty, be it the
-    rest of a last block or a slot's reserve for an answer that may never be so long.
+    `used_tokens` hold a key and a value; `wasted_tokens` are reserved and empty.
     """
     steps = records.steps
     means = {f"mean_{name}": time_mean(steps, lambda s, name=name: getattr(s, name)) for name in BLOCK_STATES}

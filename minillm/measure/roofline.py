@@ -132,10 +132,7 @@ def measure_ceilings(device: str | torch.device, dtype: torch.dtype) -> Ceilings
 
 
 def measured_bandwidth(device: str | torch.device, megabytes: int | None = None) -> float:
-    """Bytes per second: the better of a copy, whose bytes are read and written, and a dot product, which only reads.
-
-    The default size leaves every cache behind.
-    """
+    """Bytes per second of a copy or of a dot product, whichever is faster; the default size exceeds every cache."""
     megabytes = megabytes or (256 if torch.device(device).type == "cpu" else 2048)
     a = torch.ones(megabytes * 10**6 // 4, device=device)
     b = torch.zeros_like(a)

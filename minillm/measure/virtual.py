@@ -4,7 +4,7 @@
     compute = FLOPs / rate
     step    = the longer + (1 - overlap) * the shorter + overhead
 
-A GPU hides the shorter behind the longer (overlap 1: the roofline). The cores of a CPU must
+A GPU does both concurrently (overlap 1: the roofline). The cores of a CPU must
 do both in turn (overlap 0), and gather the keys and values of a batch at a fraction of the
 bandwidth at which they read weights. The numbers are effective ones: taken from a data
 sheet, and then an estimate, or fitted to the recorded steps of a real run
@@ -34,7 +34,7 @@ GIVEN_TOKENS = 1 << 32  # tokens given in virtual time are numbered from here: n
 
 
 class VirtualClock:
-    """Seconds that pass only when somebody says so."""
+    """Seconds that pass only when told to."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -256,7 +256,7 @@ class VirtualEngine(Engine):
 
 
 def next_counts(counts: dict, blocks: int) -> dict:
-    """The counts of a step of decodes that follows one like it, and for which so many blocks were taken."""
+    """The counts of a step of decodes that follows one like it, given the number of blocks that were taken for it."""
     rows, free = counts["rows"], min(blocks, counts["blocks_free"])
     return counts | {
         "prompt_tokens": 0, "decode_tokens": rows, "admitted": 0, "kinds": ("decode",) * rows,
