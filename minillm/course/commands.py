@@ -9,8 +9,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from minillm.course import ledger
-from minillm.course.catalogue import EXPERIMENTS, find, recorded_here, run_experiment
+from minillm.course import catalogue, ledger
 from minillm.course.experiments import batching, example, overhead
 from minillm.course.experiments import ladder as rungs
 from minillm.course.grading import classroom, report
@@ -41,13 +40,14 @@ def measure(arguments) -> int:
     """Status 1 if an experiment failed."""
     if arguments.list:
         rows = [{"name": e.name, "seconds": e.seconds, "claims": " ".join(e.claims), "about": e.about}
-                for e in EXPERIMENTS.values()]
+                for e in catalogue.EXPERIMENTS.values()]
         print(text_table(rows, EXPERIMENT_COLUMNS))
         return 0
     if arguments.save and (arguments.quick or arguments.out):
         raise ValueError("--save is for full sizes, in their own place: leave out --quick and --out")
     check_at_least(0, budget_s=arguments.budget_s)
-    names = list(EXPERIMENTS) if arguments.all or not arguments.names else [find(n).name for n in arguments.names]
+    asked = [catalogue.find(name).name for name in arguments.names]
+    names = list(catalogue.EXPERIMENTS) if arguments.all or not asked else asked
     root = MEASUREMENTS if arguments.save else Path(arguments.out or "measurements")
     root.mkdir(parents=True, exist_ok=True)  # where that is refused, now rather than after the first experiment
     found, failed = _run_all(arguments, names, root)
@@ -65,12 +65,12 @@ def _run_all(arguments, names: list[str], root: Path) -> tuple[list[Measurement]
     setting = Setting(arguments.quick, arguments.model, arguments.device, progress=bar, budget_s=arguments.budget_s)
     found, failed = [], {}
     for name in names:
-        if arguments.resume and (known := recorded_here(name, setting, root)):
+        if arguments.resume and (known := catalogue.recorded_here(name, setting, root)):
             print(f"{name}: this commit has it already" + f", {known.missing}" * bool(known.missing) + "\n")
             continue
         try:
-            with ticking(f"{name}, {find(name).about}"):
-                outcome = run_experiment(name, setting)
+            with ticking(f"{name}, {catalogue.find(name).about}"):
+                outcome = catalogue.run_experiment(name, setting)
             path = outcome.measurement.save(root)
         except Exception as error:  # one that fails must not take the others with it
             failed[name] = f"{type(error).__name__}: {error}"
@@ -78,7 +78,7 @@ def _run_all(arguments, names: list[str], root: Path) -> tuple[list[Measurement]
             continue
         found.append(outcome.measurement)
         print(f"{name}: {heading(outcome.measurement)}")
-        rows, chosen = outcome.measurement.rows, find(name).tables
+        rows, chosen = outcome.measurement.rows, catalogue.find(name).tables
         print("\n\n".join(text_table(rows, filled(rows, each)) for each in chosen) if chosen else tables(rows))
         if name in PICTURES:
             picture = path.with_suffix(".png")
