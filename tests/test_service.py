@@ -1,4 +1,4 @@
-"""The service chapters' experiments and pictures: right by hand where a hand can, equal to the metrics elsewhere."""
+"""The service chapters' experiments and pictures: equal to figures calculated here, or to the metrics."""
 
 from __future__ import annotations
 

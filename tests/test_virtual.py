@@ -1,4 +1,4 @@
-"""Virtual time: the real scheduler on simulated steps, costs worked out by hand, a fit that predicts another run."""
+"""Virtual time: the real scheduler on simulated steps, costs calculated here, a fit that predicts another run."""
 
 from dataclasses import replace
 
@@ -140,10 +140,10 @@ def test_drafts_help_one_user():
     assert seconds[1] < 0.45 * seconds[0]
 
 
-# -- several steps at once ------------------------------------------------------------------------
+# -- several steps as one --------------------------------------------------------------------------
 
 COSTLY = CostModel(SMALL, "bf16", 1e6, 1e9, 1e8, 1e9, overhead_s=1e-3)  # each part of a step's time shows
-TIGHT = {"kv_memory": 40 * 16 * TOKEN_BYTES, "max_batch": 8}  # 40 blocks: not enough for eight at once
+TIGHT = {"kv_memory": 40 * 16 * TOKEN_BYTES, "max_batch": 8}  # 40 blocks: not enough for eight
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ TIGHT = {"kv_memory": 40 * 16 * TOKEN_BYTES, "max_batch": 8}  # 40 blocks: not e
         ({"records": "summary"}, None),
     ],
 )
-def test_steps_run_at_once_are_the_steps_that_would_have_been_run_one_by_one(settings, clients):
+def test_steps_run_as_one_are_the_steps_that_would_have_been_run_one_by_one(settings, clients):
     items = [replace(item, arrival=item.arrival / 40) for item in chat(40, scale=0.05, seed=3)]
     items += [WorkItem(0.01 * i, [i % 3] * 33, 1 + 9 * i) for i in range(8)]  # some share a prefix
     alone, together = virtual_engine(COSTLY, **settings), virtual_engine(COSTLY, **settings)
@@ -166,7 +166,7 @@ def test_steps_run_at_once_are_the_steps_that_would_have_been_run_one_by_one(set
     assert together.records.steps == alone.records.steps
     assert together.records.requests == alone.records.requests
     assert (together.records.totals, together.records.peaks) == (alone.records.totals, alone.records.peaks)
-    assert len(looks) == alone.records.totals["steps"], "who watches sees every step"
+    assert len(looks) == alone.records.totals["steps"], "a watched run shows every step"
     together.check_invariants()
 
 
@@ -176,7 +176,7 @@ WHOLE = {"chunked_prefill": False, "max_step_tokens": 16}
 @pytest.mark.parametrize(
     ("settings", "requests"),
     [
-        ({"kv_memory": 6 * 16 * TOKEN_BYTES}, [(16, 60, 0.0), (16, 60, 0.0)]),  # the second is sent away for a block
+        ({"kv_memory": 6 * 16 * TOKEN_BYTES}, [(16, 60, 0.0), (16, 60, 0.0)]),  # the second is preempted for a block
         (WHOLE, [(4, 40, 0.0), (16, 9, 5.0), (16, 9, 5.0)]),  # the third needs a step to itself, which is the next
         ({"batching": "static", **WHOLE}, [(16, 9, 0.0)] * 3),  # the third is in the batch, and not in each step
     ],
@@ -193,7 +193,7 @@ def test_a_step_that_the_next_one_will_not_be_like_is_run_once(settings, request
     assert together.steps == alone.steps and together.requests == alone.requests
 
 
-def test_a_step_runs_on_until_somebody_arrives_or_ends_and_no_further():
+def test_a_step_runs_on_until_a_request_arrives_or_ends_and_no_further():
     engine = virtual_engine(SECOND)
     engine.add([1], SamplingParams(max_tokens=10), request_id="a")
     assert [len(event.token_ids) for event in engine.step()] == [1], "without a moment given, one step is one step"
@@ -221,7 +221,7 @@ def test_a_stop_that_any_token_might_be_keeps_steps_apart(tokenizer, stop):
     assert engine.clock.now() == 3.0 and engine.records.totals["finished_stop"] == 1
 
 
-def test_many_steps_at_once_are_few_plans():
+def test_many_steps_run_as_one_are_few_plans():
     engine = virtual_engine(A100, kv_memory=60 * 10**9, max_batch=64)
     plans, plan = [], engine.scheduler.plan
     engine.scheduler.plan = lambda: plans.append(plan()) or plans[-1]
