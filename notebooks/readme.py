@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from minillm.cli.measuring import BENCH_COLUMNS
+from minillm.cli.bench import BENCH_COLUMNS
 from minillm.course.experiments.ladder import ladder_notes, ladder_table
 from minillm.course.ledger import as_markdown, find_all
 from minillm.course.show.plots import bars

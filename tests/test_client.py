@@ -198,7 +198,7 @@ def claims_gzip(handler: BaseHTTPRequestHandler) -> None:
         (sends(*ANSWER[:2], "[" * 100_000), "malformed: not JSON"),
         (sends(*ANSWER[:2], '{"choices": ' + "9" * 5_000), "malformed: not JSON"),
         (sends(*ANSWER[:2], usage(True)), "malformed: no count of tokens"),
-        (sends(*ANSWER, event("", finish_reason={"a": 1})), "malformed: a reason to finish that is no text"),
+        (sends(*ANSWER, event("", finish_reason={"a": 1})), "malformed: a reason to finish that is not text"),
         (lambda handler, body: never_ends(handler), "malformed: an answer without an end"),
         (lambda handler, body: never_ends(handler, *ANSWER, END), "malformed: an answer without an end"),
         (sends(END), "malformed: an answer without a token"),

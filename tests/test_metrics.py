@@ -3,6 +3,7 @@
 import pytest
 from tiny import tiny_config
 
+from minillm.course.figures import COLUMNS, LATENCIES, flat
 from minillm.extras.bounded_records import BoundedRecords
 from minillm.fast.engine import Engine
 from minillm.ladder.records import Records, RequestRecord
@@ -173,14 +174,11 @@ def test_reserved_used_and_wasted_tokens_of_slots_and_blocks():
         assert sum(kv[f"mean_{state}"] for state in metrics.BLOCK_STATES) == pytest.approx(64)
 
 
-def test_series_and_queue_depth():
+def test_queue_depth():
     engine = ticking_engine(max_batch=1)
     run(engine, [[1], [2], [3]], [2, 2, 2])
-    assert [value for _, _, value in metrics.series(engine.records, "waiting")] == [2, 2, 1, 1, 0, 0]
-    assert metrics.series(engine.records, "useful_rows")[0] == (0.0, 1.0, 1)
+    assert [step.waiting for step in engine.records.steps] == [2, 2, 1, 1, 0, 0]
     assert metrics.summary(engine.records)["queue_depth"] == {"peak": 2, "mean": 1.0}
-    with pytest.raises(ValueError, match="unknown series 'depth'; known: useful_rows, start"):
-        metrics.series(engine.records, "depth")
 
 
 def test_summary_mode_tells_the_same_within_the_width_of_a_bucket():
@@ -195,8 +193,6 @@ def test_summary_mode_tells_the_same_within_the_width_of_a_bucket():
     for name in ("ttft_s", "latency_s", "itl_per_token_s"):
         for figure in ("n", "p50", "p90", "p99", "max"):
             assert found["summary"][name][figure] == pytest.approx(found["all"][name][figure], rel=0.011)
-    with pytest.raises(ValueError, match="keeps no steps"):
-        metrics.series(engine.records, "rows")
 
 
 def test_live_blocks_are_none_once_idle():
@@ -227,16 +223,16 @@ def test_a_summary_in_columns_has_the_summarys_values():
     engine = ticking_engine()
     run(engine, [[1, 2], [3, 4]], [3, 3], arrivals=[0.0, 1.5])
     found = metrics.summary(engine.records, price_per_hour=3.6)
-    assert metrics.flat(found, "itl_p50_ms", "ttft_p99_s", "mean_rows", "cost_per_million_output_tokens") == {
+    assert flat(found, "itl_p50_ms", "ttft_p99_s", "mean_rows", "cost_per_million_output_tokens") == {
         "itl_p50_ms": 1e3 * found["itl_per_step_s"]["p50"], "ttft_p99_s": found["ttft_s"]["p99"],
         "mean_rows": found["batch"]["mean_rows"], "cost_per_million_output_tokens": 1e3 / found["output_tokens_per_s"],
     }
-    assert list(metrics.flat(found)) == list(metrics.COLUMNS) and None not in metrics.flat(found).values()
-    assert list(metrics.flat(metrics.latencies(engine.records.requests))) == list(metrics.LATENCIES)
-    nothing = metrics.flat(metrics.summary(Records("all")))
+    assert list(flat(found)) == list(COLUMNS) and None not in flat(found).values()
+    assert list(flat(metrics.latencies(engine.records.requests))) == list(LATENCIES)
+    nothing = flat(metrics.summary(Records("all")))
     assert nothing["ttft_p50_s"] is None and nothing["cache_peak_share"] is None and nothing["preemptions"] == 0
     with pytest.raises(KeyError):
-        metrics.flat(found, "speed")
+        flat(found, "speed")
 
 
 def drafting_engine(acceptance, draft_length):

@@ -1,6 +1,6 @@
 """Predictions put to the test: runs that take turns on a machine whose speed moves, and what a fit makes of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from math import sin
 from random import Random
@@ -10,6 +10,7 @@ import torch
 from tiny import tiny_model
 
 from minillm.course.experiments import prediction
+from minillm.course.experiments.fitting import FittedCost, fit
 from minillm.course.experiments.prediction import (
     ALLOWED,
     LIMITS,
@@ -25,7 +26,6 @@ from minillm.course.experiments.prediction import (
 from minillm.course.setting import Setting
 from minillm.fast.engine import Engine
 from minillm.load.config import ModelConfig
-from minillm.measure.fitting import fit
 from minillm.measure.virtual import CostModel, VirtualExecutor, virtual_engine
 from minillm.measure.workload import VOCAB, WorkItem, chat, lognormal, play
 
@@ -147,15 +147,16 @@ def test_a_fit_keeps_by_how_much_like_steps_differ():
         figures(real.engine.records)["tokens_per_s"], rel=0.03)
 
 
-def test_noise_is_drawn_by_the_engine_s_seed():
-    noisy = CostModel(CONFIG, "fp32", 538e6, 25e9, 7e9, 190e9, 2e-3, 0.0, noise=(0.5, 1.0, 1.5))
+def test_noise_is_drawn_by_a_seed():
+    noisy = FittedCost(CONFIG, "fp32", 538e6, 25e9, 7e9, 190e9, 2e-3, 0.0, noise=(0.5, 1.0, 1.5))
 
-    def steps(cost, seed):
-        engine = virtual_engine(cost, seed=seed)
+    def steps(cost):
+        engine = virtual_engine(cost)
         play(engine, [WorkItem(0.0, [1, 2, 3], 50)])
         return [step.duration for step in engine.records.steps]
 
-    quiet, first, again, other = steps(TRUE, 0), steps(noisy, 0), steps(noisy, 0), steps(noisy, 1)
+    costs = TRUE, *(replace(noisy, draw=Random(seed)) for seed in (0, 0, 1))
+    quiet, first, again, other = map(steps, costs)
     assert first == again != other
     run = Machine().run([WorkItem(0.0, [1, 2, 3], 50)])
     limits = {**LIMITS, "kv_memory": 1 << 28}

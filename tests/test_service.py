@@ -1,4 +1,4 @@
-"""The service chapters' experiments and pictures: right by hand where a hand can, equal to the metrics elsewhere."""
+"""The service chapters' experiments and pictures: equal to figures calculated here, or to the metrics."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tiny import tiny_config, tiny_model
 from minillm.course import diagnose
 from minillm.course.experiments import example, service
 from minillm.course.experiments.limits import gauges
+from minillm.course.figures import service_row
 from minillm.course.show import names, service_plots
 from minillm.fast.engine import Engine
 from minillm.load.config import ModelConfig
 from minillm.measure import fleet, metrics
-from minillm.measure.fitting import shape_of
-from minillm.measure.roofline import Ceilings, least_work
+from minillm.measure.roofline import Ceilings, least_work, shape_of
 from minillm.measure.service import Service
 from minillm.measure.virtual import CostModel, virtual_engine
 from minillm.measure.workload import WorkItem, play
@@ -148,8 +148,10 @@ def test_pools_keep_people_and_jobs_apart():
 
 
 def test_more_rows_make_more_tokens_per_second():
-    few, many = (Service(SECOND, kv_memory=10**6, max_batch=most).serve(items(0.0, 0.0, 0.0, 0.0), clients=4).row(
-        "tokens_per_s", "mean_rows") for most in (1, 4))
+    few, many = (
+        service_row(Service(SECOND, kv_memory=10**6, max_batch=most).serve(items(0.0, 0.0, 0.0, 0.0), clients=4),
+                    "tokens_per_s", "mean_rows") for most in (1, 4)
+    )
     assert many["tokens_per_s"] > 2 * few["tokens_per_s"] and (few["mean_rows"], many["mean_rows"]) == (1.0, 4.0)
 
 

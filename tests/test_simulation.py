@@ -8,6 +8,7 @@ import pytest
 
 from minillm.cli import main
 from minillm.course.experiments.example import ARTICLES, SETUPS, beside_the_articles, worked_example_rows
+from minillm.course.figures import service_row
 from minillm.measure.service import Service, simulate
 from minillm.measure.workload import make_workload
 
@@ -101,7 +102,7 @@ def test_a_closed_loop_is_shared_among_replicas():
 def test_what_a_service_refuses_is_counted_and_has_no_record():
     items = make_workload("lognormal", requests=8)
     served = Service(max_batch=1, max_waiting=2).serve(items)
-    assert served.row("refused", "refused_share") == {"refused": 6, "refused_share": 0.75}
+    assert service_row(served, "refused", "refused_share") == {"refused": 6, "refused_share": 0.75}
     assert len([request for request in served.requests if request]) == 2 == len(served.records.requests)
     with pytest.raises(ValueError, match="at most one of"):
         Service(max_waiting=2).serve(items, clients=2)

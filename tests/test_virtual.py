@@ -1,4 +1,4 @@
-"""Virtual time: the real scheduler on simulated steps, costs worked out by hand, a fit that predicts another run."""
+"""Virtual time: the real scheduler on simulated steps, costs calculated here, a fit that predicts another run."""
 
 from dataclasses import replace
 
@@ -7,14 +7,14 @@ from fakes import FakeTokenizer
 from tiny import tiny_config
 
 from minillm.course.experiments.example import worked_example_rows
+from minillm.course.experiments.fitting import FittedCost, corrections, fit, step_seconds
 from minillm.course.experiments.prediction import LIMITS, swelling
 from minillm.ladder.quantized import kv_bytes_per_token
 from minillm.ladder.records import Records
 from minillm.ladder.request import SamplingParams
 from minillm.load.config import ModelConfig
 from minillm.measure import metrics
-from minillm.measure.fitting import corrections, fit, step_seconds
-from minillm.measure.fleet import least_loaded, round_robin, run_until, serve, serve_disaggregated
+from minillm.measure.fleet import run_until, serve, serve_disaggregated
 from minillm.measure.roofline import StepShape, least_work, read_numbers
 from minillm.measure.service import Service
 from minillm.measure.virtual import (
@@ -131,20 +131,19 @@ def test_drafts_are_accepted_as_often_as_asked(acceptance):
     assert found["acceptance_rate"] == pytest.approx((per_round - 1) / 4, rel=0.05, abs=1e-9)
 
 
-def test_drafts_help_one_user_and_a_draft_model_costs_its_time():
-    free, small = VirtualProposer(0.8), CostModel.of_device("a100-80gb", ModelConfig.preset("llama-3.2-1b"))
-    seconds = {}
-    for name, proposer in (("none", None), ("free", free), ("model", VirtualProposer(0.8, small))):
+def test_drafts_help_one_user():
+    seconds = []
+    for proposer in (None, VirtualProposer(0.8)):
         engine = virtual_engine(A100, proposer=proposer, kv_memory=10**10)
         play(engine, [WorkItem(0.0, list(range(100)), 200)])
-        seconds[name] = engine.clock.now()
-    assert seconds["free"] < 0.45 * seconds["none"] and seconds["free"] < seconds["model"] < seconds["none"]
+        seconds.append(engine.clock.now())
+    assert seconds[1] < 0.45 * seconds[0]
 
 
-# -- several steps at once ------------------------------------------------------------------------
+# -- several steps as one --------------------------------------------------------------------------
 
 COSTLY = CostModel(SMALL, "bf16", 1e6, 1e9, 1e8, 1e9, overhead_s=1e-3)  # each part of a step's time shows
-TIGHT = {"kv_memory": 40 * 16 * TOKEN_BYTES, "max_batch": 8}  # 40 blocks: not enough for eight at once
+TIGHT = {"kv_memory": 40 * 16 * TOKEN_BYTES, "max_batch": 8}  # 40 blocks: not enough for eight
 
 
 @pytest.mark.parametrize(
@@ -157,7 +156,7 @@ TIGHT = {"kv_memory": 40 * 16 * TOKEN_BYTES, "max_batch": 8}  # 40 blocks: not e
         ({"records": "summary"}, None),
     ],
 )
-def test_steps_run_at_once_are_the_steps_that_would_have_been_run_one_by_one(settings, clients):
+def test_steps_run_as_one_are_the_steps_that_would_have_been_run_one_by_one(settings, clients):
     items = [replace(item, arrival=item.arrival / 40) for item in chat(40, scale=0.05, seed=3)]
     items += [WorkItem(0.01 * i, [i % 3] * 33, 1 + 9 * i) for i in range(8)]  # some share a prefix
     alone, together = virtual_engine(COSTLY, **settings), virtual_engine(COSTLY, **settings)
@@ -167,7 +166,7 @@ def test_steps_run_at_once_are_the_steps_that_would_have_been_run_one_by_one(set
     assert together.records.steps == alone.records.steps
     assert together.records.requests == alone.records.requests
     assert (together.records.totals, together.records.peaks) == (alone.records.totals, alone.records.peaks)
-    assert len(looks) == alone.records.totals["steps"], "who watches sees every step"
+    assert len(looks) == alone.records.totals["steps"], "a watched run shows every step"
     together.check_invariants()
 
 
@@ -177,7 +176,7 @@ WHOLE = {"chunked_prefill": False, "max_step_tokens": 16}
 @pytest.mark.parametrize(
     ("settings", "requests"),
     [
-        ({"kv_memory": 6 * 16 * TOKEN_BYTES}, [(16, 60, 0.0), (16, 60, 0.0)]),  # the second is sent away for a block
+        ({"kv_memory": 6 * 16 * TOKEN_BYTES}, [(16, 60, 0.0), (16, 60, 0.0)]),  # the second is preempted for a block
         (WHOLE, [(4, 40, 0.0), (16, 9, 5.0), (16, 9, 5.0)]),  # the third needs a step to itself, which is the next
         ({"batching": "static", **WHOLE}, [(16, 9, 0.0)] * 3),  # the third is in the batch, and not in each step
     ],
@@ -194,7 +193,7 @@ def test_a_step_that_the_next_one_will_not_be_like_is_run_once(settings, request
     assert together.steps == alone.steps and together.requests == alone.requests
 
 
-def test_a_step_runs_on_until_somebody_arrives_or_ends_and_no_further():
+def test_a_step_runs_on_until_a_request_arrives_or_ends_and_no_further():
     engine = virtual_engine(SECOND)
     engine.add([1], SamplingParams(max_tokens=10), request_id="a")
     assert [len(event.token_ids) for event in engine.step()] == [1], "without a moment given, one step is one step"
@@ -222,7 +221,7 @@ def test_a_stop_that_any_token_might_be_keeps_steps_apart(tokenizer, stop):
     assert engine.clock.now() == 3.0 and engine.records.totals["finished_stop"] == 1
 
 
-def test_many_steps_at_once_are_few_plans():
+def test_many_steps_run_as_one_are_few_plans():
     engine = virtual_engine(A100, kv_memory=60 * 10**9, max_batch=64)
     plans, plan = [], engine.scheduler.plan
     engine.scheduler.plan = lambda: plans.append(plan()) or plans[-1]
@@ -253,8 +252,8 @@ def test_a_fit_finds_the_cost_that_made_the_steps(overlap):
 def test_a_fit_finds_what_the_form_lacks():
     """Steps of 8 to 40 tokens take a third more, as where a library changes its way: the form alone cannot say so."""
     config = ModelConfig.preset("smollm2-135m")
-    smooth = CostModel(config, "fp32", 538e6, 25e9, 7e9, 190e9, 2e-3, 0.0)
-    true = replace(smooth, corrections=((7, 1.0), (8, 1.33), (40, 1.33), (41, 1.0)))
+    lacking = ((7, 1.0), (8, 1.33), (40, 1.33), (41, 1.0))
+    true = FittedCost(config, "fp32", 538e6, 25e9, 7e9, 190e9, 2e-3, 0.0, lacking)
     recorded = virtual_engine(true, **LIMITS)
     play(recorded, swelling(chat(60, 4.0, 0.06)))
     fitted = fit(recorded.records, config, "fp32", 538e6)
@@ -331,13 +330,11 @@ def test_replicas_share_the_load_and_every_request_ends_once():
     assert merged["output_tokens"] == 36 and merged["output_tokens_per_s"] == 3.0
 
 
-def test_the_least_loaded_router_avoids_the_busy_replica_that_round_robin_does_not():
+def test_a_request_goes_to_the_replica_with_the_fewest_unfinished():
+    """In turns the third would wait for the long answer of the first."""
     items = [WorkItem(0.0, [1], 100), WorkItem(1.0, [2], 1), WorkItem(2.5, [3], 1), WorkItem(4.5, [4], 1)]
-    waits = {}
-    for name, route in (("least loaded", least_loaded), ("round robin", round_robin())):
-        ended = serve([virtual_engine(SECOND, max_batch=1) for _ in range(2)], items, route)
-        waits[name] = max(record.first_token - record.arrival for record in ended)
-    assert waits["least loaded"] == 1.0 and waits["round robin"] > 90
+    ended = serve([virtual_engine(SECOND, max_batch=1) for _ in range(2)], items)
+    assert max(record.first_token - record.arrival for record in ended) == 1.0
 
 
 def test_more_replicas_dilute_the_batch():

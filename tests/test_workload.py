@@ -191,7 +191,7 @@ def test_the_open_loop_waits_for_the_next_arrival_when_idle():
     assert [r.first_scheduled for r in engine.records.requests] == [0.0, 50.0]
 
 
-def test_the_closed_loop_keeps_so_many_clients_and_no_more():
+def test_the_closed_loop_keeps_its_number_of_clients():
     engine = engine_on_a_virtual_clock(max_batch=8)
     play(engine, [WorkItem(1000.0 * i, [i + 1], 1 + i % 3) for i in range(9)], clients=3)
     assert max(step.rows + step.waiting for step in engine.records.steps) == 3

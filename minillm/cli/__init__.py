@@ -6,9 +6,9 @@ import argparse
 import os
 import sys
 
-from minillm.cli.grading import add_grade
-from minillm.cli.measuring import add_bench, add_claims, add_measure, add_overhead
-from minillm.cli.running import add_fetch, add_generate, add_ladder
+from minillm.cli.bench import add_bench
+from minillm.cli.course import add_claims, add_grade, add_ladder, add_measure, add_overhead
+from minillm.cli.running import add_fetch, add_generate
 from minillm.cli.serving import add_capacity, add_simulate
 
 COMMANDS = (
@@ -20,9 +20,9 @@ EXTRAS = {"matplotlib": "lab", "ipywidgets": "lab", "transformers": "test"}  # o
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit status. Errors a user can mend are one line on stderr, status 2.
+    """Run one command; returns the exit status. Errors that a user can correct are one line on stderr, status 2.
 
-    A reader that has seen enough, such as `head`, ends it without a word, with a shell's 128 + SIGPIPE.
+    A reader that closes the pipe, such as `head`, ends it silently, with a shell's 128 + SIGPIPE.
     """
     parser = argparse.ArgumentParser(prog="minillm", description="LLM inference, built a rung at a time.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
               f"pip install 'minillm[{EXTRAS[package]}]'", file=sys.stderr)
         return 2
     except MemoryError:
-        print(f"minillm {arguments.command}: so much does not fit in this machine's memory", file=sys.stderr)
+        print(f"minillm {arguments.command}: this does not fit in this machine's memory", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from functools import partial
 
-from minillm.cli.common import add_json, add_workload, print_summary, workload_settings, write_json
+from minillm.cli.common import add_json, add_workload, in_course, workload_settings
+from minillm.course.show.output import print_summary, write_json
+from minillm.course.show.tables import all_columns, text_table
 
 CAPACITY_COLUMNS = {
-    "case": "case", "kv_bytes_per_token": "bytes/token", "request_gb": "GB/request", "max_concurrent": "fit at once",
+    "case": "case", "kv_bytes_per_token": "bytes/token", "request_gb": "GB/request", "max_concurrent": "fit",
     "times": "x as asked",
 }
 
@@ -18,7 +20,7 @@ CAPACITY_COLUMNS = {
 
 def add_capacity(commands) -> None:
     """The parser of `minillm capacity`."""
-    parser = commands.add_parser("capacity", help="how many requests fit into a device's memory at once")
+    parser = commands.add_parser("capacity", help="how many requests fit into a device's memory")
     parser.add_argument("--model", default="llama-3-8b", help="a preset (default: llama-3-8b)")
     parser.add_argument("--memory-gb", type=float, default=80.0, help="of the device, 10^9 bytes each (default: 80)")
     parser.add_argument("--weights-gb", type=float, help="default: the model's own, at 16 bits")
@@ -31,7 +33,6 @@ def add_capacity(commands) -> None:
 
 
 def _capacity(arguments) -> int:
-    from minillm.course.show.tables import all_columns, text_table
     from minillm.measure.capacity import capacity, preset_rows, server_flags, what_changes_it
 
     if arguments.presets:
@@ -70,8 +71,8 @@ def add_simulate(commands) -> None:
     add_workload(parser)
     parser.add_argument("--device", default="a100-80gb", help="one with a data sheet (default: a100-80gb)")
     parser.add_argument("--model", default="llama-3-8b", help="a preset (default: llama-3-8b)")
-    parser.add_argument("--replicas", type=int, default=1, help="devices behind a router (default: 1)")
-    parser.add_argument("--prefill-replicas", type=int, default=0, help="so many more, for prompts alone (default: 0)")
+    parser.add_argument("--replicas", type=int, default=1, help="devices that share the requests (default: 1)")
+    parser.add_argument("--prefill-replicas", type=int, default=0, help="more devices, for prompts alone (default: 0)")
     parser.add_argument("--kv-format", default="bf16", help="how keys and values are stored (default: bf16)")
     parser.add_argument("--speculation", type=float, metavar="SHARE", help="4 drafts a row, of which SHARE are right")
     parser.add_argument("--max-batch", type=int, default=256, help="rows a step (default: 256)")
@@ -90,33 +91,11 @@ OF_THE_WORKED_EXAMPLE = ("compute_prompts",)
 def _simulate(parser, arguments) -> int:
     run, others = _workload, OF_THE_WORKED_EXAMPLE
     if arguments.workload == "worked-example":
-        run, others = _worked_example, OF_WORKLOADS
+        run, others = in_course("worked_example"), OF_WORKLOADS
     for name in others:
         if getattr(arguments, name) != parser.get_default(name):
             raise ValueError(f"{arguments.workload} has no --{name.replace('_', '-')}: leave it out")
     return run(arguments)
-
-
-def _worked_example(arguments) -> int:
-    from minillm.course.experiments.example import beside_the_articles, worked_example_rows
-    from minillm.course.show.tables import text_table
-    from minillm.measure.service import Service
-
-    service = Service(
-        arguments.device, arguments.model, prompts_received=not arguments.compute_prompts,
-        price_per_hour=arguments.price,
-    )
-    rows = worked_example_rows(service, arguments.clients, arguments.requests, scale=arguments.scale)
-    table = beside_the_articles(rows)
-    print(
-        f"{arguments.model} on {arguments.device}, in virtual time: 4k contexts, answers of 300 tokens, histories "
-        f"{'computed' if arguments.compute_prompts else 'in the cache'}.\nA closed loop of as many clients as memory "
-        "holds; behind a static batch of 8 the others wait.\nThe articles' figures are their own: an 8B model on one "
-        "A100 80 GB.\n"
-    )
-    print(text_table(table, {name: name.replace(": ", ", ") for name in table[0]}))
-    write_json(arguments.json, {"device": arguments.device, "model": arguments.model, "rows": rows, "table": table})
-    return 0
 
 
 def _workload(arguments) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from minillm.course.experiments.service import COST, CURES, FIGURES, chats, times_better
+from minillm.course.figures import service_row
 from minillm.ladder.records import Records
 from minillm.measure.capacity import GB
 from minillm.measure.service import Service
@@ -81,7 +82,7 @@ def diagnose(case: str, cures: Collection[str] = (), requests: int = 200) -> tup
     for name in ("before", *cures):
         service = CURES[name](chosen.service) if name in CURES else chosen.service
         served = service.serve(items, chosen.clients)
-        row, records[name] = served.row(*COLUMNS), served.records
+        row, records[name] = service_row(served, *COLUMNS), served.records
         better = times_better(chosen.figure, rows[0] if rows else row, row)
         rows.append({"set-up": name, **row, "times_better": better})
     return rows, records

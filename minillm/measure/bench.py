@@ -1,4 +1,4 @@
-"""One workload on this engine: beside transformers in the same process, in turns, or alone in the loop of a server."""
+"""One workload on this engine: in turns with transformers in the same process, or alone as in a server's loop."""
 
 from __future__ import annotations
 
@@ -9,44 +9,37 @@ from statistics import median
 
 import torch
 
-from minillm.course.setting import Progress, silent
 from minillm.fast.engine import Engine
 from minillm.guard.inputs import check_at_least
 from minillm.ladder.quantized import native_format
 from minillm.load.weights import load_model
 from minillm.measure import metrics
-from minillm.measure.fitting import shape_of
 from minillm.measure.measurement import Measurement, Spread, provenance
 from minillm.measure.reference import load_reference
-from minillm.measure.roofline import Ceilings, StepWork, least_work, measure_ceilings
+from minillm.measure.roofline import StepWork, least_work, measure_ceilings, shape_of
 from minillm.measure.workload import WorkItem, make_workload, play
 from minillm.model.llama import Llama
 
 STATIC_BATCH = 8
 
 Run = tuple[int, float]  # output tokens, seconds
+Watch = Callable[[Engine], None]
 
 
 def bench(
-    workload: str,
-    model_name: str,
-    against: str | None = None,
-    repeats: int = 3,
-    progress: Progress = silent,
-    watch: Callable[[Engine], None] | None = None,
-    **settings,
+    workload: str, model_name: str, against: str | None, repeats: int, progress, watch: Watch | None = None, **settings
 ) -> Measurement:
-    """Output tokens per second of a workload, all requests at once: median of `repeats`, engines in turns.
+    """Output tokens per second of a workload, all requests at the start: median of `repeats`, engines in turns.
 
-    against: "transformers" adds its `generate` with static batches of 8, and its continuous
-    batching with a cache sized to the work, both warmed, reading the very same weights.
-    watch: called with our engine after each of its steps. `settings` are the workload's.
+    against: "transformers" adds its `generate` with static batches of 8, and its continuous batching,
+    both warmed, on the same weights. progress: (label, total) -> a bar. watch: called with our engine
+    after each of its steps. `settings` are the workload's.
     """
     check_at_least(1, repeats=repeats)
     items = make_workload(workload, **settings)
     model = load_model(model_name)
     ours = OurEngine(model, watch)
-    engines: dict[str, Callable[[Sequence[WorkItem]], Run]] = {"minillm": ours}
+    engines: dict[str, Callable[[Sequence[WorkItem]], Run]] = {"minillm": ours.run}
     if against:
         reference = load_reference(model_name, model)
         engines["transformers, static batch of 8"] = lambda items: _static(reference, items)
@@ -60,14 +53,14 @@ def bench(
         }
         for engine, runs in speeds.items()
     ]
-    rows[0] |= ours.shares(measure_ceilings(model.device, model.dtype))
+    rows[0] |= ours.shares()
     spread = Spread.of(speeds["minillm"], warmups=1)
     source = provenance(model_name, native_format(model.dtype), model.device, seed=0, spread=spread)
     return Measurement(f"bench_{workload}", source, rows)
 
 
 def _take_turns(engines, items, repeats: int, progress) -> dict[str, list[float]]:
-    """Tokens per second of each run. Turns, since a machine that slows down must slow everybody down."""
+    """Tokens per second of each run. In turns, so that a machine that slows down slows every engine."""
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     wanted = sum(item.output_tokens for item in items)
     with progress("bench", (repeats + 1) * len(engines)) as bar:
@@ -83,13 +76,12 @@ def _take_turns(engines, items, repeats: int, progress) -> dict[str, list[float]
 
 
 def bench_loop(
-    items: Sequence[WorkItem], model: Llama, clients: int | None = None, watch: Callable[[Engine], None] | None = None
+    items: Sequence[WorkItem], model: Llama, clients: int | None = None, watch: Watch | None = None
 ) -> dict:
-    """`metrics.summary` of a workload in a server's loop, with all that `client.bench_server` finds of a server.
+    """`metrics.summary` of a workload as in a server's loop, with all that `client.bench_server` finds of a server.
 
-    clients: of a closed loop; None plays the open loop at the items' arrival times. First the
-    longest requests run for two tokens each: that warms up, and refuses (RequestError) what
-    cannot run before the rest has been waited for. watch: as of `bench`.
+    clients: of a closed loop; None plays the open loop at the items' arrival times. First the longest
+    requests run for two tokens each: that warms up, and refuses (RequestError) early what cannot run.
     """
     longest = sorted(items, key=lambda item: len(item.prompt_ids) + item.max_tokens)[-4:]
     play(started_engine(model), [replace(item, stop_after=2) for item in longest], len(longest), watch)
@@ -109,24 +101,24 @@ def started_engine(model: Llama) -> Engine:
 
 
 class OurEngine:
-    """Runs items on an engine, and keeps the last run's steps: what they needed at the least."""
+    """Runs items on a new engine each time, and keeps the last run's seconds and steps."""
 
-    def __init__(self, model, watch: Callable[[Engine], None] | None = None) -> None:
+    def __init__(self, model: Llama, watch: Watch | None) -> None:
         self.model, self.watch = model, watch
 
-    def __call__(self, items: Sequence[WorkItem]) -> Run:
-        engine = started_engine(self.model)
-        start = time.perf_counter()
+    def run(self, items: Sequence[WorkItem]) -> Run:
+        engine, start = started_engine(self.model), time.perf_counter()
         outputs = play(engine, items, len(items), self.watch)
         self.seconds, self.steps = time.perf_counter() - start, engine.records.steps
         return sum(map(len, outputs)), self.seconds
 
-    def shares(self, ceilings: Ceilings) -> dict[str, float]:
-        """MBU and MFU of the whole run: the least bytes and FLOPs of all its steps, over its time."""
-        model, kv_format = self.model, native_format(self.model.dtype)
+    def shares(self) -> dict[str, float]:
+        """MBU and MFU of the last run: the least bytes and FLOPs of all its steps, over its time."""
+        model, limits = self.model, measure_ceilings(self.model.device, self.model.dtype)
+        kv_format = native_format(model.dtype)
         works = [least_work(model.config, kv_format, shape_of(step), model.weight_bytes) for step in self.steps]
         work = StepWork(sum(work.bytes for work in works), sum(work.flops for work in works))
-        return {"mbu": ceilings.mbu(work, self.seconds), "mfu": ceilings.mfu(work, self.seconds)}
+        return {"mbu": limits.mbu(work, self.seconds), "mfu": limits.mfu(work, self.seconds)}
 
 
 @torch.inference_mode()
@@ -148,10 +140,9 @@ def _static(reference, items: Sequence[WorkItem]) -> Run:
 
 
 def _continuous(reference, items: Sequence[WorkItem]) -> Run:
-    """transformers' continuous batching, with blocks for all requests at once and no more.
+    """transformers' continuous batching, with a cache that holds all requests together, and no more.
 
-    Its manager works in a thread that never sleeps, so it lives no longer than its turn.
-    Starting it, and two requests that warm it up, are not timed.
+    Its manager's thread never sleeps, so it is stopped after each turn. Its start and warm-up are not timed.
     """
     from transformers import GenerationConfig
     from transformers.generation import ContinuousBatchingConfig
@@ -161,9 +152,8 @@ def _continuous(reference, items: Sequence[WorkItem]) -> Run:
     blocks = sum(-(-(len(item.prompt_ids) + item.output_tokens) // page) for item in items) + len(items)
     manager = reference.init_continuous_batching(
         generation_config=GenerationConfig(do_sample=False, max_new_tokens=most, eos_token_id=-1, pad_token_id=0),
-        continuous_batching_config=ContinuousBatchingConfig(
-            num_blocks=blocks, max_batch_tokens=step_tokens, page_size=page
-        ),
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=step_tokens,
+                                                            page_size=page),
     )
     manager.start()
     try:

@@ -22,8 +22,8 @@ PLAIN_FORMAT = "bf16"
 class Capacity:
     """The sum, with all its terms.
 
-    `rule_of_thumb` is what "8 bits double it" promises: the 16-bit number of requests times
-    16 over the format's bits per number. It forgets the scales, which `max_concurrent` counts.
+    rule_of_thumb: the 16-bit number of requests times 16 over the format's bits per number. It
+    forgets the scales, which `max_concurrent` counts.
     """
 
     memory_gb: float
@@ -39,17 +39,13 @@ class Capacity:
 
 
 def capacity(
-    model: str | ModelConfig,
-    memory_gb: float,
-    weights_gb: float | None = None,
-    overhead_gb: float = 4.0,
-    context: int = 4096,
-    kv_format: str = PLAIN_FORMAT,
+    model: str | ModelConfig, memory_gb: float, weights_gb: float | None = None, overhead_gb: float = 4.0,
+    context: int = 4096, kv_format: str = PLAIN_FORMAT,
 ) -> Capacity:
-    """Requests of `context` tokens that fit at once; `model` is a preset's name or a config.
+    """Requests of `context` tokens that fit concurrently; `model` is a preset's name or a config.
 
-    weights_gb: 16 bits a weight if None. overhead_gb: activations, workspaces, and the
-    runtime itself. Raises ValueError if the weights and the overhead leave nothing.
+    weights_gb: 16 bits a weight if None. overhead_gb: activations, workspaces, the runtime.
+    ValueError if weights and overhead leave nothing.
     """
     check_at_least(0, memory_gb=memory_gb, weights_gb=weights_gb, overhead_gb=overhead_gb)
     check_at_least(1, context=context)
@@ -76,8 +72,7 @@ def capacity(
 def what_changes_it(model: str, context: int = 4096, kv_format: str = PLAIN_FORMAT, **sums) -> list[dict]:
     """The sum as asked, and with one thing changed: half the context, fewer bits, no KV heads shared. As rows.
 
-    `sums` are the other arguments of `capacity`. Weights are those of the model itself in
-    every row, so that only the cache differs.
+    sums: the other arguments of `capacity`. Every row has the model's own weights: only the cache differs.
     """
     config = ModelConfig.preset(model)
     alone = replace(config, num_key_value_heads=config.num_attention_heads)
@@ -108,10 +103,9 @@ def preset_rows(kv_formats: tuple[str, ...] = ("bf16", "int8", "int4")) -> list[
 
 
 def server_flags(found: Capacity) -> dict[str, str]:
-    """What says the same to vLLM and to SGLang (their documentation, 2025).
+    """The same for vLLM and SGLang (their documentation, 2025): both take a share of the memory for weights and cache.
 
-    Both are told a share of the device's memory for weights and cache together. Of the
-    quantised formats here they share fp8.
+    Of the quantised formats here they have fp8 too.
     """
     share = f"{(found.memory_gb - found.overhead_gb) / found.memory_gb:.2f}"
     names = {

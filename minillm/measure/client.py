@@ -4,10 +4,10 @@ vLLM, SGLang, TGI and llama.cpp do. All times are the client's: from the moment 
 request was due until its events arrived. A request that fails is counted under what went
 wrong, and is in no average and in no sum of tokens.
 
-    refused      nobody accepted the connection
-    server error the server answered with an error, at once or inside the stream; its code is named
+    refused      the connection was not accepted
+    server error the server answered with an error, immediately or inside the stream; its code is named
     stalled      no event came for `patience_s`, whatever else did
-    malformed    an event that is no JSON, or not of the shape of a completion
+    malformed    an event that is not JSON, or does not have the shape of a completion
     cut off      the stream ended before the answer did
 
 A server may send several tokens in one event, or none with it, while a character is still
@@ -36,7 +36,7 @@ from minillm.measure.measurement import MEASUREMENTS, SEE_ROWS, Measurement, dev
 from minillm.measure.workload import WorkItem
 
 OnChange = Callable[[dict], None]
-EVENTS_PER_TOKEN = 4  # more than any server sends: behind so many, an answer has no end
+EVENTS_PER_TOKEN = 4  # more than any server sends: an answer of more has no end
 
 
 class Fault(Exception):
@@ -45,9 +45,9 @@ class Fault(Exception):
 
 @dataclass
 class Server:
-    """Where to ask, and how. `text_of` turns ids into a prompt of text, for servers that take no ids.
+    """Where to ask, and how. patience_s: without an event for this long, a request has stalled.
 
-    patience_s: without an event for so long, a request has stalled.
+    text_of: turns ids into a prompt of text, for servers that take no ids.
     """
 
     url: str  # up to and with /v1
@@ -56,17 +56,16 @@ class Server:
     text_of: Callable[[Sequence[int]], str] | None = None
 
     def __post_init__(self) -> None:
-        """ValueError for a URL that no client could ask, and for no patience."""
         check_positive(patience_s=self.patience_s)
         try:
             url = httpx.URL(self.url)
         except httpx.InvalidURL as error:
-            raise ValueError(f"{self.url!r} is no URL: {error}") from None
+            raise ValueError(f"{self.url!r} is not a URL: {error}") from None
         if url.scheme not in ("http", "https") or not url.host or (url.port or 0) > 65_535:
-            raise ValueError(f"{self.url!r} is no server's URL: give one such as http://127.0.0.1:8000/v1")
+            raise ValueError(f"{self.url!r} is not a server's URL: give one such as http://127.0.0.1:8000/v1")
 
     def body(self, item: WorkItem) -> dict:
-        """The request: greedy, and as many tokens as the workload says, whatever the model would say to that."""
+        """The request: greedy, with exactly the workload's number of tokens."""
         prompt = list(item.prompt_ids) if self.text_of is None else self.text_of(item.prompt_ids)
         return {
             "model": self.model, "prompt": prompt, "max_tokens": item.output_tokens, "temperature": 0,
@@ -77,10 +76,9 @@ class Server:
 
 @dataclass
 class Run:
-    """What came of a workload: lives of the requests that were answered, faults by kind, and when it began and ended.
+    """The records of the answered requests, faults by kind, and when the run began and ended.
 
-    `short` counts answers with other than the asked number of tokens: a server that does not
-    know `ignore_eos` ends where the model does.
+    short: answers whose number of tokens is not the one asked for (a server without `ignore_eos`).
     """
 
     lives: list[RequestRecord] = field(default_factory=list)
@@ -210,10 +208,7 @@ async def events(response: httpx.Response, most: int) -> AsyncIterator[dict]:
 
 
 def read_event(event: dict, life: RequestRecord, now: float, most: int) -> None:
-    """Note what an event brings: new tokens, the end, the count so far. Fault for one that is none.
-
-    most: how many tokens were asked for; a count beyond that is no count.
-    """
+    """Note an event's new tokens, end, and count so far. Fault if malformed, or if it counts more than `most`."""
     if "error" in event:
         raise Fault("server error in the stream")
     choices, usage = event.get("choices"), event.get("usage")
@@ -226,7 +221,7 @@ def read_event(event: dict, life: RequestRecord, now: float, most: int) -> None:
         text += choice["text"]
         reason = choice.get("finish_reason")
         if not isinstance(reason, str | None):
-            raise Fault("malformed: a reason to finish that is no text")
+            raise Fault("malformed: a reason to finish that is not text")
         life.finish_reason = reason or life.finish_reason
         life.finish = now
     if not usage:

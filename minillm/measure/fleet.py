@@ -1,15 +1,13 @@
-"""Several engines on virtual clocks: replicas behind a router, pools, and prefill apart from decoding.
+"""Several engines on virtual clocks: replicas, pools, and prefill apart from decoding.
 
-Every function returns one `RequestRecord` per item, in the items' order, from which
-`metrics.latencies` computes the latencies of one kind of request. The engines' own records, merged
-by `metrics.merge`, show how the hardware was used.
+Results are one `RequestRecord` per item, in the items' order. The engines' own records, merged by
+`metrics.merge`, show how the hardware was used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
 
 from minillm.fast.engine import Engine
 from minillm.ladder.quantized import kv_bytes_per_token
@@ -17,33 +15,11 @@ from minillm.ladder.records import RequestRecord
 from minillm.measure.virtual import GIVEN_TOKENS
 from minillm.measure.workload import WorkItem
 
-Router = Callable[[Sequence[Engine], WorkItem], Engine]
-
-
-def least_loaded(engines: Sequence[Engine], item: WorkItem) -> Engine:
-    """The engine with the fewest unfinished requests."""
-    return min(engines, key=outstanding)
-
-
-def outstanding(engine: Engine) -> int:
-    """Requests that an engine was given and has not finished."""
-    stats = engine.stats()
-    return stats.waiting + stats.running + stats.arriving
-
-
-def round_robin() -> Router:
-    """Each engine in turn, whatever it has to do."""
-    turn = count()
-    return lambda engines, item: engines[next(turn) % len(engines)]
-
 
 def serve(
-    engines: Sequence[Engine],
-    items: Sequence[WorkItem],
-    route: Router = least_loaded,
-    max_waiting: int | None = None,
+    engines: Sequence[Engine], items: Sequence[WorkItem], max_waiting: int | None = None
 ) -> list[RequestRecord | None]:
-    """The open loop over replicas: each request goes to one engine when it arrives, and stays there.
+    """The open loop over replicas: a request goes to the engine with the fewest unfinished ones when it arrives.
 
     max_waiting: a request that finds this many in its engine's queue is refused, and has None for a
     record; None: no bound. Raises RequestError if the chosen engine could never run a request.
@@ -52,13 +28,19 @@ def serve(
         item = items[index]
         for engine in engines:
             run_until(engine, item.arrival)
-        engine = route(engines, item)
+        engine = min(engines, key=unfinished)
         if max_waiting is None or engine.stats().waiting < max_waiting:
             engine.add(item.prompt_ids, item.params, request_id=index, arrival=item.arrival)
     for engine in engines:
         run_until(engine, float("inf"))
     ended = {record.request_id: record for engine in engines for record in engine.records.requests}
     return [ended.get(index) for index in range(len(items))]
+
+
+def unfinished(engine: Engine) -> int:
+    """Requests that an engine was given and has not finished."""
+    stats = engine.stats()
+    return stats.waiting + stats.running + stats.arriving
 
 
 def run_until(engine: Engine, moment: float) -> None:
@@ -68,19 +50,14 @@ def run_until(engine: Engine, moment: float) -> None:
 
 
 def serve_disaggregated(
-    prefill: Sequence[Engine],
-    decode: Sequence[Engine],
-    items: Sequence[WorkItem],
-    transfer_bytes_per_s: float,
-    route: Router = least_loaded,
+    prefill: Sequence[Engine], decode: Sequence[Engine], items: Sequence[WorkItem], transfer_bytes_per_s: float
 ) -> list[RequestRecord]:
     """Prompts and first tokens on one pool, the rest on another, once the prompt's cache has been sent there.
 
-    The engines of `decode` are made with `prompts_received=True`, and with `max_step_tokens`
-    large enough to take a prompt in one step. A transfer takes its bytes over
-    `transfer_bytes_per_s`; transfers do not wait for one another (DistServe: Zhong et al., 2024).
+    The engines of `decode` are made with `prompts_received=True` and `max_step_tokens` for a whole
+    prompt. Transfers do not wait for one another (DistServe: Zhong et al., 2024).
     """
-    firsts = serve(prefill, [replace(item, max_tokens=1, stop_after=None) for item in items], route)
+    firsts = serve(prefill, [replace(item, max_tokens=1, stop_after=None) for item in items])
     token_bytes = kv_bytes_per_token(prefill[0].config, prefill[0].executor.cost.kv_format)
     going_on = [index for index, item in enumerate(items) if item.output_tokens > 1]
     handed_over = [
@@ -92,16 +69,13 @@ def serve_disaggregated(
         )
         for index in going_on
     ]
-    rest = dict(zip(going_on, serve(decode, handed_over, route), strict=True))
+    rest = dict(zip(going_on, serve(decode, handed_over), strict=True))
     return [joined(first, rest[i]) if i in rest else first for i, first in enumerate(firsts)]
 
 
 def joined(first: RequestRecord, rest: RequestRecord) -> RequestRecord:
-    """One request's life from its two halves."""
+    """One request's record from those of its two halves."""
     return replace(
-        first,
-        token_times=first.token_times + rest.token_times,
-        finish=rest.finish,
-        finish_reason=rest.finish_reason,
+        first, token_times=first.token_times + rest.token_times, finish=rest.finish, finish_reason=rest.finish_reason,
         preemptions=first.preemptions + rest.preemptions,
     )

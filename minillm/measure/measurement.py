@@ -25,7 +25,7 @@ from minillm.guard.inputs import check_at_least
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 MEASUREMENTS = (CHECKOUT if (CHECKOUT / "notebooks").is_dir() else Path()) / "notebooks" / "measurements"
-VIRTUAL, EXACT = "virtual time", "arithmetic"  # in place of a device: simulated, and counted or reckoned
+VIRTUAL, EXACT = "virtual time", "arithmetic"  # in place of a device: simulated, and counted or calculated
 SEE_ROWS = "see rows"  # in place of a model: each row is of another
 
 
@@ -49,11 +49,9 @@ class Spread:
 
 
 def time_seconds(work: Callable[[], object], device: str | torch.device, warmups: int = 2, repeats: int = 5) -> Spread:
-    """Seconds that `work` takes on the device.
+    """Seconds that `work` takes on the device, which is synchronised before each reading of the clock.
 
-    The device is synchronised before both readings of the clock, since a launch returns
-    before its work is done. Warm-ups run the very same work and are not counted: the first
-    calls pay for compilation, allocation and cold caches.
+    Warm-ups are not counted: the first calls pay for compilation, allocation and cold caches.
     """
     kind = torch.device(device).type
     synchronize = getattr(torch, kind).synchronize  # torch.cpu's does nothing
@@ -104,7 +102,7 @@ class Measurement:
 
     @property
     def missing(self) -> str:
-        """In words, to stand behind its figures: "" where no row is missing."""
+        """In words, to follow its figures: "" where no row is missing."""
         return "" if self.cut_at_s is None else f"cut at its budget of {self.cut_at_s:g} s: rows are missing"
 
     def check(self) -> None:
@@ -129,7 +127,7 @@ class Measurement:
         self.check()
         path = measurement_path(self.provenance.device, self.experiment, root)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")  # whoever is stopped while writing leaves the old file, or none
+        partial = path.with_suffix(".partial")  # an interrupted write leaves the old file, or none
         partial.write_text(json.dumps(asdict(self), indent=1) + "\n")
         return partial.replace(path)
 
@@ -145,7 +143,7 @@ class Measurement:
             stored = json.loads(path.read_text(encoding="utf-8"))
             source, cut_at_s = Provenance(**absent | stored["provenance"]), stored.get("cut_at_s")
             if wrong := [name for name in TEXTS if not isinstance(getattr(source, name), str)]:
-                raise TypeError(f"{', '.join(wrong)} of its provenance is no text")
+                raise TypeError(f"{', '.join(wrong)} of its provenance is not text")
             check_at_least(0, cut_at_s=cut_at_s)
             measurement = cls(stored["experiment"], source, stored["rows"], cut_at_s)
             measurement.check()
@@ -170,16 +168,9 @@ def provenance(
     device: torch's name for it, or VIRTUAL or EXACT.
     """
     return Provenance(
-        device=device_name(device),
-        driver=driver_version(device),
-        torch=torch.__version__,
-        dtype=dtype,
-        model=model,
-        commit=current_commit(),
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        seed=seed,
-        warmups=spread.warmups if spread else 0,
-        repeats=spread.repeats if spread else 1,
+        device=device_name(device), driver=driver_version(device), torch=torch.__version__, dtype=dtype, model=model,
+        commit=current_commit(), date=datetime.now(UTC).isoformat(timespec="seconds"), seed=seed,
+        warmups=spread.warmups if spread else 0, repeats=spread.repeats if spread else 1,
         noise={"min": spread.min, "median": spread.median, "max": spread.max} if spread else None,
         **more,
     )
@@ -213,10 +204,7 @@ def driver_version(device: str | torch.device) -> str:
 
 
 def current_commit() -> str:
-    """The commit of this package's own checkout, "-dirty" if files differ from it; "" if it is not in one.
-
-    Recorded measurements may differ: they are what a commit has made, and the next must not call it dirty.
-    """
+    """The commit of this package's own checkout, "-dirty" if files but measurements differ; "" outside a checkout."""
     here = Path(__file__)
     git = "git", "-C", here.parent
     if not _output(*git, "ls-files", here.name):  # installed into another project's folder

@@ -19,7 +19,6 @@ tokens are output, but they are not averaged; neither are those still under way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
 
 import numpy as np
 
@@ -73,10 +72,9 @@ def step_gaps(request: RequestRecord) -> tuple[np.ndarray, np.ndarray]:
 
 
 def summary(records: Records, price_per_hour: float | None = None) -> dict:
-    """All metrics of a run, units in their names. What records of mode "summary" do not tell is None.
+    """All metrics of a run, units in their names; None where records lack them, or a rate has no time.
 
     price_per_hour, of the hardware in any currency, gives the cost per million output tokens.
-    Shares and rates are None where they would divide by nothing.
     """
     totals = records.totals
     span = records.ended - records.began if records.ended is not None else None
@@ -103,33 +101,6 @@ def summary(records: Records, price_per_hour: float | None = None) -> dict:
     }
 
 
-LATENCIES = ("queue_p50_s", "queue_p99_s", "ttft_p50_s", "ttft_p99_s", "itl_p50_ms", "itl_p99_ms", "latency_p50_s",
-             "latency_p99_s")
-COLUMNS = {  # of a table, and where a summary has each; of ITL, that per step
-    "tokens_per_s": "output_tokens_per_s", "mean_rows": "batch.mean_rows", "peak_rows": "batch.peak_rows",
-    "queue_p50_s": "queue_s.p50", "queue_p99_s": "queue_s.p99", "ttft_p50_s": "ttft_s.p50", "ttft_p99_s": "ttft_s.p99",
-    "itl_p50_ms": "itl_per_step_s.p50", "itl_p99_ms": "itl_per_step_s.p99",
-    "latency_p50_s": "latency_s.p50", "latency_p99_s": "latency_s.p99",
-    "mean_waiting": "queue_depth.mean", "peak_waiting": "queue_depth.peak", "preemptions": "preemptions",
-    "cache_peak_share": "kv.peak_share", "wasted_share": "kv.peak_wasted_share",
-    "prompt_tokens_computed": "prompt_tokens", "cost_per_million_output_tokens": "cost_per_million_output_tokens",
-}
-
-
-def flat(found: dict, *columns: str) -> dict:
-    """A `summary`, or `latencies`, as one row of a table: these of the COLUMNS, or all that it has.
-
-    Columns in _ms are milliseconds. None where the summary has no value; KeyError for an unknown column.
-    """
-    row = {}
-    for column in columns or [name for name, place in COLUMNS.items() if place.split(".")[0] in found]:
-        value = found
-        for key in COLUMNS[column].split("."):
-            value = value.get(key) if value else None
-        row[column] = value * 1e3 if value is not None and column.endswith("_ms") else value
-    return row
-
-
 CLIENTS_SEE = (
     "requests", "span_s", "output_tokens", "output_tokens_per_s", "ttft_s", "itl_per_token_s", "itl_per_step_s",
     "latency_s",
@@ -137,10 +108,7 @@ CLIENTS_SEE = (
 
 
 def seen_by_clients(records: Records) -> dict:
-    """What of `summary` a client can know too: no queue, no batch, no cache. And `mean_in_flight`, by Little's law.
-
-    ValueError for records of mode "summary", which keep no request.
-    """
+    """What a client sees of `summary`, and `mean_in_flight` by Little's law. ValueError for bounded records."""
     if isinstance(records, BoundedRecords):
         raise ValueError("records='summary' keeps no requests; run the engine with records='all'")
     found = summary(records)
@@ -168,7 +136,7 @@ def latencies_of_summary(records: Records) -> dict[str, dict | None]:
 
 
 def batch(records: Records) -> dict:
-    """The achieved batch, the most telling number of all: rows a step that served somebody, and rows that idled."""
+    """The achieved batch, the most telling number of all: rows a step that served a request, and rows that idled."""
     totals = records.totals
     useful = totals["rows"] - totals["idle_rows"]
     return {
@@ -180,10 +148,7 @@ def batch(records: Records) -> dict:
 
 
 def speculation(records: Records) -> dict:
-    """Drafts verified and accepted, their ratio, and tokens per round: the accepted ones and the target's own.
-
-    What was cut behind the end of an answer is in none of them.
-    """
+    """Drafts verified and accepted, their ratio, and tokens per round, the target's own included; none past an end."""
     totals = records.totals
     rounds = sum(record.rounds for record in (*records.requests, *records.live.values()))
     in_rounds = totals["output_tokens"] - (totals["sampled_rows"] - rounds)  # a row without drafts is given one token
@@ -196,10 +161,9 @@ def speculation(records: Records) -> dict:
 
 
 def occupancy(records: Records) -> dict:
-    """Who has the cache: blocks live, cached and free on average over busy time, and the fullest step.
+    """Blocks live, cached and free on average over busy time, and the fullest step.
 
-    `used_tokens` hold a key and a value; `wasted_tokens` are reserved and empty, be it the
-    rest of a last block or a slot's reserve for an answer that may never be so long.
+    `used_tokens` hold a key and a value; `wasted_tokens` are reserved and empty.
     """
     steps = records.steps
     means = {f"mean_{name}": time_mean(steps, lambda s, name=name: getattr(s, name)) for name in BLOCK_STATES}
@@ -220,20 +184,6 @@ def occupancy(records: Records) -> dict:
 
 
 BLOCK_STATES = ("blocks_live", "blocks_cached", "blocks_free")  # their sum is the pool
-
-
-def series(records: Records, name: str) -> list[tuple[float, float, float]]:
-    """(start, end, value) of each step, in seconds: any number of a step record, or `useful_rows`."""
-    known = ["useful_rows", *(field.name for field in fields(StepRecord) if field.name != "members")]
-    if name not in known:
-        raise ValueError(f"unknown series {name!r}; known: {', '.join(known)}")
-    if isinstance(records, BoundedRecords):
-        raise ValueError("records='summary' keeps no steps; run the engine with records='all'")
-
-    def value(step: StepRecord) -> float:
-        return step.rows - step.idle_rows if name == "useful_rows" else getattr(step, name)
-
-    return [(step.start, step.start + step.duration, value(step)) for step in records.steps]
 
 
 def time_mean(steps: Sequence[StepRecord], value: Callable[[StepRecord], float]) -> float | None:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import pairwise
-
-import torch
 
 from minillm.load.config import ModelConfig
 from minillm.load.source import locate
 from minillm.load.weights import RANDOM, RandomTensors
-from minillm.measure.measurement import Spread
 
 
 def load_reference(name: str, model):
@@ -49,22 +43,3 @@ def hf_config(config: ModelConfig):
     return AutoConfig.for_model(
         **fields | {"eos_token_id": eos, "rope_parameters": {"rope_theta": config.rope_theta, **scaling}}
     )
-
-
-@torch.inference_mode()
-def generate_step_seconds(reference, prompts: Sequence[Sequence[int]], steps: int, warmups: int) -> Spread:
-    """Seconds between the logits of one step of `generate` and those of the next; prompts are of equal length."""
-    ids = torch.tensor(prompts, device=reference.device)  # [B, S]
-    synchronize, times = getattr(torch, reference.device.type).synchronize, []
-
-    def note_time(_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        synchronize()
-        times.append(time.perf_counter())
-        return logits
-
-    tokens = warmups + steps + 1
-    reference.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
-        do_sample=False, eos_token_id=None, pad_token_id=0, logits_processor=[note_time],
-    )
-    return Spread.of([after - before for before, after in pairwise(times)][warmups:], warmups)

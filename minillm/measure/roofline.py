@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from minillm.ladder.quantized import kv_bytes_per_token
+from minillm.ladder.records import StepRecord
 from minillm.load.config import ModelConfig
 from minillm.measure.measurement import time_seconds
 
@@ -46,6 +47,14 @@ class StepShape:
     def decode(cls, contexts: Iterable[int]) -> StepShape:
         """A step that decodes one token for each of these contexts (tokens stored, the new one included)."""
         return cls.of((context - 1, 1, 1) for context in contexts)
+
+
+def shape_of(step: StepRecord) -> StepShape:
+    """A recorded step's shape. Records keep no positions: each token is taken to see the rows' mean context."""
+    fed = step.prompt_tokens + step.decode_tokens + step.recomputed_tokens
+    tokens = fed + step.drafted_tokens + step.idle_rows
+    logits = step.sampled_rows + step.drafted_tokens
+    return StepShape(tokens, logits, step.kv_tokens, tokens * step.kv_tokens // step.rows)
 
 
 @dataclass(frozen=True)
@@ -123,10 +132,7 @@ def measure_ceilings(device: str | torch.device, dtype: torch.dtype) -> Ceilings
 
 
 def measured_bandwidth(device: str | torch.device, megabytes: int | None = None) -> float:
-    """Bytes per second: the better of a copy, whose bytes are read and written, and a dot product, which only reads.
-
-    The default size leaves every cache behind.
-    """
+    """Bytes per second of a copy or of a dot product, whichever is faster; the default size exceeds every cache."""
     megabytes = megabytes or (256 if torch.device(device).type == "cpu" else 2048)
     a = torch.ones(megabytes * 10**6 // 4, device=device)
     b = torch.zeros_like(a)

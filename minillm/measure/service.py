@@ -149,12 +149,6 @@ class Served:
             found |= {**metrics.latencies(self.requests), "requests": counts}
         return found
 
-    def row(self, *columns: str) -> dict:
-        """These columns of `metrics.flat`, which here has "refused" and "refused_share" too."""
-        refused = self.requests.count(None)
-        row = {**metrics.flat(self.summary), "refused": refused, "refused_share": refused / len(self.requests)}
-        return {column: row[column] for column in columns}
-
 
 def closed_loop(engines: Sequence[Engine], items: Sequence[WorkItem], clients: int) -> list[RequestRecord]:
     """Clients and their requests shared among the engines, each with at least one client; in order of finishing."""

@@ -4,28 +4,25 @@
     compute = FLOPs / rate
     step    = the longer + (1 - overlap) * the shorter + overhead
 
-A GPU hides the shorter behind the longer (overlap 1: the roofline). The cores of a CPU must
+A GPU does both concurrently (overlap 1: the roofline). The cores of a CPU must
 do both in turn (overlap 0), and gather the keys and values of a batch at a fraction of the
 bandwidth at which they read weights. The numbers are effective ones: taken from a data
-sheet, and then an estimate, or fitted to the recorded steps of a real run (`fitting.py`), and then
-good for other loads of the same model on the same machine.
+sheet, and then an estimate, or fitted to the recorded steps of a real run
+(`course/experiments/fitting.py`), and then good for other loads of the same model on the same machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count, islice, repeat, takewhile
-from random import Random
+from itertools import count, islice, takewhile
 
-import numpy as np
 import torch
 
 from minillm.fast.engine import Engine
 from minillm.ladder.continuous import Row, StepPlan
 from minillm.ladder.paged import Slots
-from minillm.ladder.quantized import kv_bytes_per_token
 from minillm.ladder.records import StepRecord
 from minillm.ladder.request import Request, TokenEvent
 from minillm.ladder.sampling import ACCEPT, uniforms
@@ -37,7 +34,7 @@ GIVEN_TOKENS = 1 << 32  # tokens given in virtual time are numbered from here: n
 
 
 class VirtualClock:
-    """Seconds that pass only when somebody says so."""
+    """Seconds that pass only when told to."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -55,12 +52,7 @@ class VirtualClock:
 
 @dataclass(frozen=True)
 class CostModel:
-    """How long a step takes, by its shape.
-
-    weight_bytes: those that a step reads. corrections: (tokens, factor) by which steps of so
-    many tokens differ from the form above, in order of tokens; between two, on a straight line.
-    noise: factors, 1 in the mean, by which single steps came out longer or shorter than that.
-    """
+    """How long a step takes, by its shape. weight_bytes: those that a step reads."""
 
     config: ModelConfig
     kv_format: str
@@ -70,24 +62,14 @@ class CostModel:
     flops_per_s: float
     overhead_s: float
     overlap: float = 1.0
-    corrections: tuple[tuple[float, float], ...] = ()
-    noise: tuple[float, ...] = field(default=(), repr=False)
 
     def seconds(self, shape: StepShape) -> float:
-        """The duration of one step, in the mean."""
+        """The duration of one step."""
         kv_bytes, per_token, per_logit, per_pair = self.unit_costs
         memory = self.weight_bytes / self.bytes_per_s + shape.stored * kv_bytes / self.kv_bytes_per_s
         flops = per_token * shape.tokens + per_logit * shape.due + per_pair * shape.pairs
         compute = flops / self.flops_per_s
-        seconds = max(memory, compute) + (1 - self.overlap) * min(memory, compute) + self.overhead_s
-        if self.corrections:
-            seconds *= float(np.interp(shape.tokens, *zip(*self.corrections, strict=True)))
-        return seconds
-
-    def factors(self, seed: int = 0) -> Iterator[float]:
-        """What to multiply one step after another by: drawn from `noise`, or 1 where there is none."""
-        draw = Random(seed)
-        return (draw.choice(self.noise) for _ in count()) if self.noise else repeat(1.0)
+        return max(memory, compute) + (1 - self.overlap) * min(memory, compute) + self.overhead_s
 
     @cached_property
     def unit_costs(self) -> tuple[int, int, int, int]:
@@ -138,16 +120,14 @@ GPU_OVERHEAD_S = 1e-3  # scheduling and launches of a step: a guess, which a fit
 
 
 class VirtualProposer:
-    """Drafts that are each right with a given probability, as long as those before it are.
+    """Drafts that cost nothing, each right with a given probability, given that its predecessors were."""
 
-    draft: the cost of the model that writes them; None for drafts that cost nothing (n-grams).
-    """
+    bytes_per_token = 0
 
-    def __init__(self, acceptance: float, draft: CostModel | None = None) -> None:
+    def __init__(self, acceptance: float) -> None:
         if not 0 <= acceptance <= 1:
             raise ValueError(f"acceptance {acceptance} must be a share, from 0 to 1")
-        self.acceptance, self.draft = acceptance, draft
-        self.bytes_per_token = kv_bytes_per_token(draft.config, draft.kv_format) if draft else 0
+        self.acceptance = acceptance
         self.next_token = count(2 * GIVEN_TOKENS).__next__
 
     def prepare(self, config: ModelConfig, num_blocks: int, block_size: int, attention=None) -> None:
@@ -158,17 +138,6 @@ class VirtualProposer:
         for row in rows:
             row.drafts[:] = [self.next_token() for _ in range(row.num_drafts)]
         return [None] * len(rows)
-
-    def seconds(self, rows: Sequence[Row]) -> float:
-        """One forward of the draft model over what the target is fed too, and one for each further draft."""
-        longest = max(row.num_drafts for row in rows)
-        if self.draft is None or (not longest and all(row.end - row.start == 1 for row in rows)):
-            return 0.0
-        fed = self.draft.seconds(StepShape.of((row.start, row.end - row.start, row.samples) for row in rows))
-        further = (
-            StepShape.of((row.start + i, 1, 1) for row in rows if row.num_drafts > i) for i in range(1, longest)
-        )
-        return fed + sum(map(self.draft.seconds, further))
 
     def accepted(self, row: Row) -> list[int]:
         """The drafts of a row before its first wrong one; the same request draws the same in any company."""
@@ -182,19 +151,13 @@ class VirtualExecutor:
 
     prompts_received: a prompt's keys and values arrive from elsewhere with the request, so
     that only the last token of a row is computed, unless the row was preempted and lost them.
-    seed: of the noise, if the cost has any.
     """
 
     def __init__(
-        self,
-        cost: CostModel,
-        clock: VirtualClock,
-        prompts_received: bool = False,
+        self, cost: CostModel, clock: VirtualClock, prompts_received: bool = False,
         proposer: VirtualProposer | None = None,
-        seed: int = 0,
     ) -> None:
         self.cost, self.clock, self.prompts_received, self.proposer = cost, clock, prompts_received, proposer
-        self.factors = cost.factors(seed)
         self.config = replace(cost.config, vocab_size=1 << 62, eos_token_id=())  # room for all tokens given
         self.new_tokens = count(GIVEN_TOKENS)
 
@@ -202,9 +165,8 @@ class VirtualExecutor:
         """The new tokens of each row that samples: one, or the accepted drafts and one."""
         if self.proposer:
             self.proposer.propose(plan.rows)
-            self.clock.advance(self.proposer.seconds(plan.rows))
         shape = StepShape.of([self._computed(row) for row in plan.rows])
-        self.clock.advance(self.cost.seconds(shape) * next(self.factors))
+        self.clock.advance(self.cost.seconds(shape))
         sampling = [row for row in plan.rows if row.samples]
         return [[*(self.proposer.accepted(row) if row.drafts else ()), next(self.new_tokens)] for row in sampling]
 
@@ -217,7 +179,7 @@ class VirtualExecutor:
         while len(began) < most and self.clock.time < until:
             began.append(self.clock.time)
             stored += rows
-            self.clock.advance(self.cost.seconds(StepShape(rows, rows, stored, stored)) * next(self.factors))
+            self.clock.advance(self.cost.seconds(StepShape(rows, rows, stored, stored)))
         return began
 
     def _computed(self, row: Row) -> tuple[int, int, int]:
@@ -294,7 +256,7 @@ class VirtualEngine(Engine):
 
 
 def next_counts(counts: dict, blocks: int) -> dict:
-    """The counts of a step of decodes that follows one like it, and for which so many blocks were taken."""
+    """The counts of a step of decodes that follows one like it, given the number of blocks that were taken for it."""
     rows, free = counts["rows"], min(blocks, counts["blocks_free"])
     return counts | {
         "prompt_tokens": 0, "decode_tokens": rows, "admitted": 0, "kinds": ("decode",) * rows,
@@ -309,19 +271,15 @@ def steps_left(request: Request) -> int:
 
 
 def virtual_engine(
-    cost: CostModel,
-    prompts_received: bool = False,
-    proposer: VirtualProposer | None = None,
-    draft_length: int = 4,
-    seed: int = 0,
+    cost: CostModel, prompts_received: bool = False, proposer: VirtualProposer | None = None, draft_length: int = 4,
     **settings,
 ) -> VirtualEngine:
-    """An engine on a virtual clock of its own; `seed` and `settings` are the engine's."""
+    """An engine on a virtual clock of its own; `settings` are the engine's."""
     clock = VirtualClock()
-    executor = VirtualExecutor(cost, clock, prompts_received, proposer, seed)
+    executor = VirtualExecutor(cost, clock, prompts_received, proposer)
     speculator = Speculator(proposer, draft_length) if proposer else None
     return VirtualEngine(
-        None, executor=executor, clock=clock, kv_format=cost.kv_format, speculator=speculator, seed=seed, **settings
+        None, executor=executor, clock=clock, kv_format=cost.kv_format, speculator=speculator, **settings
     )
 
 

@@ -3,9 +3,8 @@
 A workload is a list of `WorkItem`s, made from a seed. Its answers have a cap that the engine
 sees (`max_tokens`: what a slot must reserve) and an end that it does not (`stop_after`).
 
-Open loop: requests arrive when they arrive, also while the server stalls. Closed loop: a
-fixed number of clients, each of whom asks again once it has been answered. A stalling
-server looks better under the second, so a figure names its loop.
+Open loop: requests arrive at their times, also while the server stalls. Closed loop: a fixed number
+of clients, each of which asks again once answered. A stalling server looks better in the second.
 """
 
 from __future__ import annotations
@@ -51,10 +50,7 @@ class WorkItem:
 
 
 def make_workload(name: str, **settings) -> list[WorkItem]:
-    """A workload by name; ValueError lists the names. The settings are those of its function, which it lists too.
-
-    Also refused: fewer requests than 1, and a rate or a scale that is not above 0.
-    """
+    """A workload by name, with its function's settings; ValueError lists both, and refuses what cannot be."""
     if name not in WORKLOADS:
         raise ValueError(f"unknown workload {name!r}; known: {', '.join(WORKLOADS)}")
     known = signature(WORKLOADS[name]).parameters
@@ -73,9 +69,8 @@ def play(
 ) -> list[list[int]]:
     """Serve a workload to its end; the output ids in the items' order. The figures are in `engine.records`.
 
-    clients: None plays the open loop, at the items' arrival times from now. A number plays
-    the closed loop with so many clients, and ignores the arrival times. watch: called after
-    each step.
+    clients: of a closed loop, which ignores the arrival times; None plays the open loop, from now.
+    watch: called after each step.
     """
     outputs: list[list[int]] = [[] for _ in items]
     for events in play_by_step(engine, items, clients, repeats=watch is None):
@@ -91,7 +86,7 @@ def play_by_step(
 ) -> Iterator[list[tuple[int, TokenEvent]]]:
     """The same, a step each time the iterator is asked: (number of the item, event) of what the step gave.
 
-    repeats: let an executor that can (`Engine.step`) run a step of decodes several times at once.
+    repeats: let an executor that can (`Engine.step`) run identical decode steps as one.
     """
     check_at_least(1, clients=clients)
     start = engine.clock.now()
@@ -116,7 +111,7 @@ def play_by_step(
 
 
 def yardstick(requests: int = 256, scale: float = 1.0, seed: int = 0) -> list[WorkItem]:
-    """The bench that nano-vllm, its forks and mini-sglang report: 256 at once, 133,966 output tokens."""
+    """The bench that nano-vllm, its forks and mini-sglang report: 256 at the start, 133,966 output tokens."""
     draw = random.Random(seed)
     prompts = [[draw.randint(0, 10_000) for _ in range(draw.randint(100, 1024))] for _ in range(requests)]
     caps = [draw.randint(100, 1024) for _ in range(requests)]
@@ -161,8 +156,7 @@ def from_quantiles(
 ) -> list[WorkItem]:
     """Independent lengths from two tables of quantiles; the cap is the longest answer of the table.
 
-    Gaps are Gamma with the coefficient of variation `gap_cv`: 1 is a Poisson process, more
-    comes in bursts.
+    Gaps are Gamma with the coefficient of variation `gap_cv`: 1 is a Poisson process, more is bursts.
     """
     draw, ids = np.random.default_rng(seed), ids or random_ids
     gaps = draw.gamma(gap_cv**-2, gap_cv**2 / rate, requests)
@@ -182,7 +176,7 @@ def lognormal(
     cv: float = 1.0, requests: int = 64, mean_tokens: int = 64, prompt_tokens: int = 32, scale: float = 1.0,
     seed: int = 0,
 ) -> list[WorkItem]:
-    """All at once; equal prompts, and answers whose standard deviation is `cv` times their mean.
+    """All at the start; equal prompts, and answers whose standard deviation is `cv` times their mean.
 
     The lengths stand at evenly spaced quantiles, in random order, and are spread until this
     very sample has the mean and the variation asked for: by chance, a small one seldom would.
@@ -208,7 +202,7 @@ def articles_static(answers: Sequence[int] = (800, *[40] * 7), scale: float = 1.
 def worked_example(
     requests: int = 512, context: int = 4096, answer: int = 300, scale: float = 1.0, seed: int = 0, ids=None
 ) -> list[WorkItem]:
-    """The articles' service: chats that fill a context of 4,096 tokens, 300 of them the answer. All at once."""
+    """The articles' service: chats that fill a context of 4,096 tokens, 300 of them the answer. All at the start."""
     draw, ids = np.random.default_rng(seed), ids or random_ids
     return [WorkItem(0.0, ids(draw, context - answer, scale), scaled(answer, scale)) for _ in range(requests)]
 
@@ -216,7 +210,7 @@ def worked_example(
 def shared_prefix(
     requests: int = 64, prefix_tokens: int = 2048, rate: float = 4.0, scale: float = 1.0, seed: int = 0
 ) -> list[WorkItem]:
-    """One long system prompt, many short questions behind it; Poisson arrivals at `rate` a second."""
+    """One long system prompt, many short questions after it; Poisson arrivals at `rate` a second."""
     draw = np.random.default_rng(seed)
     arrivals, questions = draw.exponential(1 / rate, requests).cumsum(), draw.integers(16, 65, requests)
     prefix = random_ids(draw, prefix_tokens, scale)
@@ -254,7 +248,7 @@ def _trace_row(path: str | Path, number: int, row: Sequence[str]) -> tuple[float
             raise ValueError
         return arrival, prompt, answer
     except (ValueError, IndexError):
-        raise ValueError(f"{path}, line {number}: {row} is no arrival, context tokens, generated tokens") from None
+        raise ValueError(f"{path}, line {number}: {row} is not arrival, context tokens, generated tokens") from None
 
 
 def _seconds(moment: str) -> float:

@@ -30,6 +30,7 @@ from statistics import mean
 import minillm
 from minillm import metrics
 from minillm.course.experiments import limits, service
+from minillm.course.figures import flat
 from minillm.course.setting import Setting
 from minillm.course.show import service_plots
 from minillm.course.show.live import progress
@@ -138,7 +139,7 @@ def serve(items, clients=None):
 
 serve(items[:4], clients=4)  # the first run is slower: it warms up
 runs = service.open_and_closed(serve, items, clients=4, loads=(0.6, 1.2))
-rows = [{"run": name, "n": len(records.requests), **metrics.flat(metrics.summary(records))}
+rows = [{"run": name, "n": len(records.requests), **flat(metrics.summary(records))}
         for name, records in runs.items()]
 LATENCY = {"run": "loop", "n": "n", "tokens_per_s": "tokens/s", "queue_p50_s": "queue p50, s",
            "ttft_p50_s": "TTFT p50, s", "ttft_p99_s": "TTFT p99, s", "itl_p50_ms": "ITL p50, ms",

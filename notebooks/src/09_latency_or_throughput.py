@@ -31,6 +31,7 @@ import os
 from dataclasses import replace
 
 from minillm.course.experiments import memory, service
+from minillm.course.figures import service_row
 from minillm.course.setting import Setting
 from minillm.course.show import service_plots
 from minillm.course.show.live import progress
@@ -97,7 +98,7 @@ show_source(Service.serve)
 # %%
 clients = 48 if QUICK else 96
 asked = lognormal(0.5, 2 * clients, 48, 256)
-limits = [{"max_batch": most, **replace(a100, max_batch=most).serve(asked, clients).row(*service.FIGURES)}
+limits = [{"max_batch": most, **service_row(replace(a100, max_batch=most).serve(asked, clients), *service.FIGURES)}
           for most in (2, 8, 32, 128)]
 LIMITS = {"max_batch": "most rows", "mean_rows": "rows, mean", "tokens_per_s": "tokens/s", "itl_p50_ms": "ITL p50, ms",
           "itl_p99_ms": "ITL p99, ms", "queue_p50_s": "queue p50, s", "latency_p50_s": "latency p50, s"}

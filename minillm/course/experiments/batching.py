@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from statistics import mean, median, pstdev
+
+import torch
 
 from minillm.course.experiments.common import (
     WARM_UPS,
@@ -16,6 +20,7 @@ from minillm.course.experiments.common import (
     timed_step,
     warm_up,
 )
+from minillm.course.figures import LATENCIES, flat
 from minillm.course.setting import Setting
 from minillm.fast.engine import Engine
 from minillm.guard.inputs import check_at_least
@@ -24,8 +29,8 @@ from minillm.ladder.records import Records
 from minillm.ladder.request import SamplingParams
 from minillm.load.config import ModelConfig
 from minillm.measure import metrics
-from minillm.measure.measurement import EXACT, Measurement, provenance
-from minillm.measure.reference import generate_step_seconds, load_reference
+from minillm.measure.measurement import EXACT, Measurement, Spread, provenance
+from minillm.measure.reference import load_reference
 from minillm.measure.roofline import StepShape
 from minillm.measure.workload import WorkItem, articles_static, chat, lognormal
 
@@ -75,6 +80,25 @@ def decode(
     return setting.measured("decode", rows, spreads[0])
 
 
+@torch.inference_mode()
+def generate_step_seconds(reference, prompts: Sequence[Sequence[int]], steps: int, warmups: int) -> Spread:
+    """Seconds between the logits of one step of `generate` and those of the next; prompts are of equal length."""
+    ids = torch.tensor(prompts, device=reference.device)  # [B, S]
+    synchronize, times = getattr(torch, reference.device.type).synchronize, []
+
+    def note_time(_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        synchronize()
+        times.append(time.perf_counter())
+        return logits
+
+    tokens = warmups + steps + 1
+    reference.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
+        do_sample=False, eos_token_id=None, pad_token_id=0, logits_processor=[note_time],
+    )
+    return Spread.of([after - before for before, after in pairwise(times)][warmups:], warmups)
+
+
 def knee(setting: Setting) -> Measurement:
     """A closed loop of more and more clients, and the knee by `knee_of`."""
     model, rows = setting.timed_model, []
@@ -88,7 +112,7 @@ def knee(setting: Setting) -> Measurement:
         found = metrics.summary(records)
         rows.append({
             "clients": number, "mean_rows": found["batch"]["mean_rows"], "tokens_per_s": found["output_tokens_per_s"],
-            "tokens_per_s_each": found["output_tokens_per_s"] / number, **metrics.flat(found, *metrics.LATENCIES),
+            "tokens_per_s_each": found["output_tokens_per_s"] / number, **flat(found, *LATENCIES),
         })
     at = knee_of(rows)
     for row in rows:

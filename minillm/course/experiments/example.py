@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from minillm.course.experiments import common
 from minillm.course.experiments.service import COST, FIGURES, simulated
+from minillm.course.figures import flat, service_row
 from minillm.course.setting import Setting
 from minillm.fast.engine import Engine
 from minillm.guard.inputs import check_at_least, check_positive
@@ -55,7 +56,7 @@ def worked_example_rows(
         number = clients or max(1, fits)
         service = replace(service, **{"max_batch": number, **settings})
         items = workload(requests or 3 * number, context, answer, scale, ids=numbered_ids)
-        found = service.serve(items, number).row("mean_rows", *COMPARED)
+        found = service_row(service.serve(items, number), "mean_rows", *COMPARED)
         times = found["tokens_per_s"] / rows[0]["tokens_per_s"] if rows else 1.0
         rows.append({"setup": setup, "clients": number, "fit_at_once": fits, "times_first": times, **found})
     return rows
@@ -119,7 +120,7 @@ def three_setups(
         engine = Engine(model, **{"kv_format": kv_format, "kv_memory": memory, "max_context": context,
                                   "prefix_cache": False, "max_batch": clients, **settings})
         play(engine, workload(requests, context, answer), clients)
-        found = metrics.flat(metrics.summary(engine.records, price_per_hour), *FIGURES, COST)
+        found = flat(metrics.summary(engine.records, price_per_hour), *FIGURES, COST)
         times = found["tokens_per_s"] / rows[0]["tokens_per_s"] if rows else 1.0
         rows.append({"setup": setup, "clients": clients, "times_static": times, **found})
     speeds = Spread.of([row["tokens_per_s"] for row in rows], warmups=1)

@@ -20,9 +20,8 @@ from minillm.ladder.records import Records
 from minillm.load.config import ModelConfig
 from minillm.load.weights import RandomTensors, make_model
 from minillm.measure import metrics
-from minillm.measure.fitting import shape_of
 from minillm.measure.measurement import Measurement, Spread, time_seconds
-from minillm.measure.roofline import Ceilings, StepShape, StepWork, least_work
+from minillm.measure.roofline import Ceilings, StepShape, StepWork, least_work, shape_of
 
 # -- steps beside the roofline --------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from statistics import mean, median
 from minillm.course.experiments.common import decode_seconds, serve, warm_up
 from minillm.course.experiments.limits import one_cached_step
 from minillm.course.experiments.service import simulated, under_load
+from minillm.course.figures import LATENCIES, service_row
 from minillm.course.setting import Setting
 from minillm.fast.engine import Engine
 from minillm.ladder.quantized import kv_bytes_per_token, kv_storage, native_format
@@ -144,5 +145,5 @@ def output_caps(setting: Setting) -> Measurement:
             asked = [replace(item, max_tokens=cap) for item in items]
             served = Service(kv=kv, kv_memory=12 * GB).serve(asked)
             rows.append({"kv": kv, "cap_tokens": cap,
-                         **served.row("tokens_per_s", "mean_rows", "wasted_share", *metrics.LATENCIES)})
+                         **service_row(served, "tokens_per_s", "mean_rows", "wasted_share", *LATENCIES)})
     return simulated("output_caps", rows, setting)

@@ -12,21 +12,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from random import Random
 from statistics import mean
 
 import numpy as np
 import torch
 
 from minillm.course.experiments.common import measured
+from minillm.course.experiments.fitting import FittedCost, fit
 from minillm.course.experiments.limits import first_layers
 from minillm.course.setting import Setting
 from minillm.fast.engine import Engine
 from minillm.ladder.quantized import native_format
 from minillm.ladder.records import Records
 from minillm.measure import metrics
-from minillm.measure.fitting import fit
 from minillm.measure.measurement import Measurement, Spread
-from minillm.measure.virtual import CostModel, virtual_engine
+from minillm.measure.virtual import virtual_engine
 from minillm.measure.workload import WorkItem, chat, lognormal, play, play_by_step
 from minillm.model.llama import Llama
 
@@ -175,11 +176,11 @@ def figures(records: Records) -> dict[str, float]:
     }
 
 
-def replayed(cost: CostModel, run: TurnRun, limits: dict) -> list[dict[str, float]]:
+def replayed(cost: FittedCost, run: TurnRun, limits: dict) -> list[dict[str, float]]:
     """The figures that virtual time gives for a run, `REPLAYS` times."""
     found = []
     for seed in range(REPLAYS):
-        engine = virtual_engine(cost, seed=seed, **limits)
+        engine = virtual_engine(replace(cost, draw=Random(seed)), **limits)
         play(engine, run.items, run.clients)
         found.append(figures(engine.records))
     return found

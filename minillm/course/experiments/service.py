@@ -14,6 +14,7 @@ import numpy as np
 
 from minillm.course.experiments.common import count
 from minillm.course.experiments.limits import gauges
+from minillm.course.figures import LATENCIES, flat, service_row
 from minillm.course.setting import Setting
 from minillm.ladder.records import Records, RequestRecord
 from minillm.load.config import ModelConfig
@@ -25,7 +26,7 @@ from minillm.measure.service import Service
 from minillm.measure.workload import WorkItem, chat, lognormal, random_ids, shared_prefix, worked_example
 
 COST = "cost_per_million_output_tokens"
-FIGURES = ("tokens_per_s", "mean_rows", *metrics.LATENCIES)
+FIGURES = ("tokens_per_s", "mean_rows", *LATENCIES)
 
 
 def simulated(name: str, rows: list[dict], setting: Setting) -> Measurement:
@@ -106,11 +107,11 @@ def watch(setting: Setting) -> Measurement:
     """F4: all that is worth watching, from the records of one busy run."""
     service = Service(kv_memory=12 * GB, max_batch=64)
     served = service.serve(chat(setting.size(40, 300), rate=8.0, seed=setting.seed))
-    found = metrics.flat(served.summary)
+    found = flat(served.summary)
     values = {
         **{name: found[name] for name in ("ttft_p50_s", "ttft_p99_s", "itl_p50_ms", "itl_p99_ms", "tokens_per_s")},
         "achieved_batch_mean_rows": found["mean_rows"],
-        "achieved_batch_steps_kept": len(metrics.series(served.records, "useful_rows")),
+        "achieved_batch_steps_kept": len(served.records.steps),
         "kv_occupancy_peak_share": found["cache_peak_share"], "queue_depth_peak": found["peak_waiting"],
         "queue_wait_p99_s": found["queue_p99_s"], "preemptions": found["preemptions"],
     }
@@ -142,8 +143,8 @@ def under_load(service: Service, items: Sequence[WorkItem]) -> dict:
     limits = Ceilings(cost.bytes_per_s, cost.flops_per_s)
     return {
         **gauges(served.records, cost.config, cost.kv_format, cost.weight_bytes, limits),
-        **served.row("cache_peak_share", "refused", "refused_share", "mean_waiting", "preemptions"),
-        **served.row(*metrics.LATENCIES), "records": served.records,
+        **service_row(served, "cache_peak_share", "refused", "refused_share", "mean_waiting", "preemptions"),
+        **service_row(served, *LATENCIES), "records": served.records,
     }
 
 
@@ -155,7 +156,7 @@ def load_sweep(setting: Setting) -> Measurement:
     rows = []
     for clients in setting.each("load_sweep", setting.size((1, 8, 64), (1, 4, 16, 64, 256))):
         items = chat(setting.size(4 + clients // 2, 16 + 2 * clients), scale=setting.size(0.3, 1.0), seed=setting.seed)
-        rows.append({"clients": clients, **Service().serve(items, clients).row(*FIGURES)})
+        rows.append({"clients": clients, **service_row(Service().serve(items, clients), *FIGURES)})
     return simulated("load_sweep", rows, setting)
 
 
@@ -198,9 +199,9 @@ def mixed_and_pools(
     layouts = {"one mixed pool": [[large] * gpus],
                f"pools of {for_people} and {for_jobs}": [[small] * for_people, [large] * for_jobs]}
     return [
-        {"setup": layout, **metrics.flat(metrics.latencies(answered)),
+        {"setup": layout, **flat(metrics.latencies(answered)),
          "jobs_done_s": max((record.finish for record in done), default=None),
-         **metrics.flat(metrics.summary(records), "tokens_per_s")}
+         **flat(metrics.summary(records), "tokens_per_s")}
         for layout, answered, done, records in in_pools(layouts, people, jobs)
     ]
 
@@ -213,7 +214,7 @@ def pools(setting: Setting) -> Measurement:
                "separate pools": [[Service(max_batch=32, max_step_tokens=512)], [Service()]]}
     rows = []
     for layout, answered, done, _ in in_pools(layouts, talk, heap):
-        found = metrics.flat(metrics.latencies(answered), "ttft_p50_s", "ttft_p99_s", "itl_p99_ms")
+        found = flat(metrics.latencies(answered), "ttft_p50_s", "ttft_p99_s", "itl_p99_ms")
         speed = sum(record.output_tokens for record in done) / max(record.finish for record in done)
         rows.append({"layout": layout, **{f"chat_{name}": value for name, value in found.items()},
                      "heap_tokens_per_s": speed})
@@ -229,7 +230,7 @@ def caps_and_caching(setting: Setting) -> Measurement:
         "answers as they come": (Service(), free), "answers capped at 200": (Service(answer_cap=200), free),
         "prompts computed": (Service(), common), "prompts cached": (Service(prefix_cache=True), common),
     }
-    rows = [{"case": case, **service.serve(items).row("prompt_tokens_computed", *FIGURES)}
+    rows = [{"case": case, **service_row(service.serve(items), "prompt_tokens_computed", *FIGURES)}
             for case, (service, items) in cases.items()]
     return simulated("caps_and_caching", rows, setting)
 
@@ -240,7 +241,7 @@ def disaggregation(setting: Setting) -> Measurement:
     both = Service(max_step_tokens=16_384, replicas=2)
     for layout, service in (("both on both", both), ("apart", replace(both, replicas=1, prefill_replicas=1))):
         served = service.serve(items)  # both layouts are timed from 0, whenever their first request arrives
-        rows.append({"layout": layout, **served.row("ttft_p50_s", "ttft_p99_s", "itl_p50_ms", "itl_p99_ms"),
+        rows.append({"layout": layout, **service_row(served, "ttft_p50_s", "ttft_p99_s", "itl_p50_ms", "itl_p99_ms"),
                      "tokens_per_s": served.summary["output_tokens"] / served.records.ended})
     return simulated("disaggregation", rows, setting)
 
@@ -252,7 +253,7 @@ def replicas(setting: Setting) -> Measurement:
     """B9: the same traffic on 1 to 8 GPUs behind a router: the batch on each, and the throughput of all."""
     items, rows = chat(setting.size(80, 400), rate=24, scale=setting.size(0.5, 1.0), seed=setting.seed), []
     for number in setting.each("replicas", (1, 2, 4, 8)):
-        found = Service(replicas=number).serve(items).row(*FIGURES, COST)
+        found = service_row(Service(replicas=number).serve(items), *FIGURES, COST)
         times = found["tokens_per_s"] / rows[0]["tokens_per_s"] if rows else 1.0
         rows.append({"replicas": number, "times_one": times, **found})
     return simulated("replicas", rows, setting)
@@ -266,7 +267,7 @@ def achieved_batch(setting: Setting) -> Measurement:
     for setup, kv in (("slots for the longest answer", "slots"), ("blocks as tokens appear", "paged")):
         served = Service(kv=kv, kv_memory=7 * GB).serve(items, clients=len(items))  # three slots of 16k tokens
         rows.append({"setup": setup, "busy_share": served.summary["busy_s"] / served.summary["span_s"],
-                     **served.row(*FIGURES, COST)})
+                     **service_row(served, *FIGURES, COST)})
     return simulated("achieved_batch", rows, setting)
 
 
@@ -313,7 +314,7 @@ def cures(setting: Setting) -> Measurement:
         cured = service
         for name in names:
             cured = CURES[name](cured)
-        before, after = (each.serve(*load).row(figure) for each in (service, cured))
+        before, after = (service_row(each.serve(*load), figure) for each in (service, cured))
         rows.append({"symptom": symptom, "cure": title, "figure": figure, "before": before[figure],
                      "after": after[figure], "times_better": times_better(figure, before, after)})
     return simulated("cures", rows, setting)

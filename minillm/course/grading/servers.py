@@ -12,6 +12,7 @@ from functools import cache, partial
 import numpy as np
 
 from minillm.course.experiments.service import CURES
+from minillm.course.figures import service_row
 from minillm.ladder.records import Records
 from minillm.measure.capacity import GB
 from minillm.measure.service import Served, Service
@@ -82,4 +83,4 @@ def examine(name: str, seed: int) -> Records:
 def complaint(name: str, seed: int, treatment: str | None = None) -> float:
     """The figure that its users complain of, as it is or with one of the TREATMENTS."""
     figure = SERVERS[name].complaint
-    return served(name, seed, treatment).row(figure)[figure]
+    return service_row(served(name, seed, treatment), figure)[figure]

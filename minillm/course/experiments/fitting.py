@@ -9,16 +9,18 @@ and not the median.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby, pairwise
+from random import Random
 from statistics import pvariance
 
+import numpy as np
 import torch
 
 from minillm.ladder.quantized import kv_bytes_per_token
 from minillm.ladder.records import Records, StepRecord
 from minillm.load.config import ModelConfig
-from minillm.measure.roofline import StepShape, least_work
+from minillm.measure.roofline import StepShape, least_work, shape_of
 from minillm.measure.virtual import CostModel
 
 STALLED = 3  # times what was predicted
@@ -26,7 +28,28 @@ FEW, LIKELY = 4, 0.04  # steps; share of a step's time
 FAINT = 1e-6  # the pull towards the first guess
 
 
-def fit(records: Records, config: ModelConfig, kv_format: str, weight_bytes: float) -> CostModel:
+@dataclass(frozen=True)
+class FittedCost(CostModel):
+    """A cost model with what its form lacks.
+
+    corrections: (tokens, factor) by which steps of that many tokens differ from the form, in order
+    of tokens; between two, on a straight line. noise: factors, 1 in the mean, by which single steps
+    came out longer or shorter than that. draw: each call of `seconds` draws one of them; None for the mean.
+    """
+
+    corrections: tuple[tuple[float, float], ...] = ()
+    noise: tuple[float, ...] = field(default=(), repr=False)
+    draw: Random | None = None
+
+    def seconds(self, shape: StepShape) -> float:
+        """The duration of one step."""
+        seconds = super().seconds(shape)
+        if self.corrections:
+            seconds *= float(np.interp(shape.tokens, *zip(*self.corrections, strict=True)))
+        return seconds * self.draw.choice(self.noise) if self.draw and self.noise else seconds
+
+
+def fit(records: Records, config: ModelConfig, kv_format: str, weight_bytes: float) -> FittedCost:
     """The cost model under which the recorded steps are likeliest.
 
     The run should hold prompts as well as decodes, at several batch sizes: effects that it never
@@ -38,7 +61,8 @@ def fit(records: Records, config: ModelConfig, kv_format: str, weight_bytes: flo
     if len(shapes) < 5:
         raise ValueError(f"{len(shapes)} recorded steps cannot settle 5 numbers: run longer, with records='all'")
     form = likeliest_form(shapes, seconds, config, kv_format, weight_bytes)
-    cost = replace(form, corrections=corrections(form, shapes, seconds))
+    numbers = {field.name: getattr(form, field.name) for field in fields(form)}
+    cost = FittedCost(**numbers, corrections=corrections(form, shapes, seconds))
     return replace(cost, noise=noise(cost, shapes, seconds))
 
 
@@ -115,14 +139,6 @@ def minimise(loss, start: torch.Tensor) -> torch.Tensor:
 
     optimiser.step(closure)
     return parameters.detach()
-
-
-def shape_of(step: StepRecord) -> StepShape:
-    """A recorded step's shape. Records keep no positions: each token is taken to see the rows' mean context."""
-    fed = step.prompt_tokens + step.decode_tokens + step.recomputed_tokens
-    tokens = fed + step.drafted_tokens + step.idle_rows
-    logits = step.sampled_rows + step.drafted_tokens
-    return StepShape(tokens, logits, step.kv_tokens, tokens * step.kv_tokens // step.rows)
 
 
 def step_seconds(steps: Sequence[StepRecord]) -> list[float]:

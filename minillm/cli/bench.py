@@ -1,0 +1,136 @@
+"""`bench`: a workload here, beside transformers, or on a server."""
+
+from __future__ import annotations
+
+from minillm.cli.common import add_model, add_outputs, add_workload, in_course, lengths_that_fit, workload_settings
+from minillm.course.show.live import Gauges, on_terminal
+from minillm.course.show.output import bar, print_summary, write, write_json
+from minillm.course.show.tables import text_table
+from minillm.load.source import DEFAULT
+
+BENCH_COLUMNS = {
+    "engine": "engine", "tokens_per_s": "tokens/s", "min": "min", "max": "max", "times_minillm": "minillm is x",
+    "mbu": "MBU", "mfu": "MFU",
+}
+CURES = {  # of what goes wrong with every request on the first try
+    "refused": "does a server listen at this address and port?",
+    "stalled": "is the server still loading, or does it need a larger --patience-s?",
+    "server error 400": "are --model and the lengths what the server takes? --scale shrinks lengths, --text sends text",
+    "server error 401": "this client sends no key: start the server without one",
+    "server error 404": "does the URL end in /v1, and is --model the name under which it serves?",
+    "server error 422": "does the server take prompts as token ids? --text sends text",
+}
+
+
+def add_bench(commands) -> None:
+    """The parser of `minillm bench`."""
+    parser = commands.add_parser(
+        "bench", help="run a workload: here, beside transformers, or on a server",
+        description="Here all requests come at the start, in turns with those of --against. With --clients or --rate "
+                    "they come as to a server, once, and the figures are those that --url gives of a server.",
+    )
+    parser.add_argument("workload", nargs="?", default="peers",
+                        help="decode: steps by batch, beside the device's limits; or a workload, such as chat (an "
+                             "unknown name lists them; default: peers)")
+    add_model(parser)
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--against", choices=["transformers"], help="run it too, in turns, in this process")
+    where.add_argument("--url", help="run it there instead: an OpenAI-compatible server, up to and with /v1")
+    add_workload(parser)
+    parser.add_argument("--repeats", type=int, default=3, help="of each engine; the median is shown (default: 3)")
+    parser.add_argument("--batch", default="1,8,32", metavar="N,N,...", help="of decode (default: 1,8,32)")
+    parser.add_argument("--context", type=int, default=128, help="tokens before a step of decode (default: 128)")
+    parser.add_argument("--steps", type=int, default=16, help="of decode, timed for each batch (default: 16)")
+    parser.add_argument("--kv-format", default="auto", help="of decode, as in Engine (default: auto)")
+    server = parser.add_argument_group("with --url")
+    server.add_argument("--text", action="store_true", help=f"send prompts as text, spelled by {DEFAULT}'s tokenizer")
+    server.add_argument("--patience-s", type=float, default=60.0, help="silence after which a request has stalled")
+    parser.add_argument("--label", help="the server's name in what is saved (default: its URL, or minillm)")
+    add_outputs(parser)
+    parser.set_defaults(run=_bench)
+
+
+def _bench(arguments) -> int:
+    from minillm.measure.bench import bench
+
+    settings = workload_settings(arguments)
+    if arguments.url and arguments.workload == "decode":
+        raise ValueError("decode times this engine's steps, which no client sees: name a workload for --url")
+    if arguments.text and not arguments.url:
+        raise ValueError("--text is for --url: this engine takes token ids")
+    if arguments.url:
+        return _bench_server(arguments, settings)
+    if arguments.rate is not None or arguments.clients is not None:
+        return _bench_loop(arguments, settings)
+    if arguments.workload == "decode":
+        return in_course("decode")(arguments)
+    with lengths_that_fit(), on_terminal(arguments.workload) as show:
+        settings["watch"] = Gauges(show)
+        result = bench(arguments.workload, arguments.model, arguments.against, arguments.repeats, bar, **settings)
+    print(f"{arguments.workload} on {arguments.model}, {result.provenance.dtype}, {result.provenance.device}")
+    print(text_table(result.rows, BENCH_COLUMNS))
+    write(arguments, result, {"device": result.provenance.device, "model": arguments.model, "rows": result.rows})
+    return 0
+
+
+def _bench_loop(arguments, settings: dict) -> int:
+    from minillm.load.weights import load_model
+    from minillm.measure.bench import bench_loop
+    from minillm.measure.measurement import device_name
+    from minillm.measure.workload import make_workload
+
+    if arguments.against or arguments.workload == "decode":
+        what = "--against" if arguments.against else "decode"
+        raise ValueError(f"{what} has no --rate and no --clients: leave them out, or {what}")
+    items, model = make_workload(arguments.workload, **settings), load_model(arguments.model)
+    with lengths_that_fit(), on_terminal(f"{arguments.workload}, {len(items)} requests") as show:
+        found = bench_loop(items, model, arguments.clients, Gauges(show))
+    device = device_name(model.device)
+    print(f"{arguments.workload} on {arguments.model} on {device}, {_loop(arguments)}")
+    print_summary(found)
+    _write_loop(arguments, found, "minillm", {"device": device}, model.device)
+    return 0
+
+
+def _loop(arguments) -> str:
+    """In words, as in what is saved: a figure of one loop says nothing of another."""
+    if arguments.clients is not None:
+        return f"closed loop, {arguments.clients} clients"
+    return "open loop" if arguments.rate is None else f"open loop, {arguments.rate:g} requests/s"
+
+
+def _write_loop(arguments, found: dict, label: str, where: dict, device="cpu") -> None:
+    """Keep a loop's figures as a row, and write them, where the options ask for it."""
+    from minillm.measure.client import save_row, server_row
+
+    loop = _loop(arguments)
+    if arguments.save:
+        row = server_row(found, arguments.label or label, arguments.workload, arguments.model, loop)
+        print(f"saved {save_row(row, device=device)}")
+    model = {"workload": arguments.workload, "model": arguments.model, "loop": loop}
+    write_json(arguments.json, {**where, **model, **found})
+
+
+def _bench_server(arguments, settings: dict) -> int:
+    """Status 1 if no request was answered."""
+    from minillm.load.tokenizer import load_tokenizer
+    from minillm.measure.client import Server, bench_server
+    from minillm.measure.workload import make_workload
+
+    items = make_workload(arguments.workload, **settings)
+    text_of = load_tokenizer().decode if arguments.text else None
+    server = Server(arguments.url.rstrip("/"), arguments.model, arguments.patience_s, text_of)
+    with on_terminal(f"{arguments.workload}, {len(items)} requests") as show:
+        found = bench_server(server, items, arguments.clients, show)
+    print(f"{arguments.workload} on {arguments.model} at {server.url}, {_loop(arguments)}; "
+          "times as the client saw them")
+    print_summary(found)
+    print(f"{found['failed']:,} of {len(items):,} requests failed, and are in no figure above"
+          + "".join(f"; {kind}: {number:,}" for kind, number in found["faults"].items()))
+    for kind, cure in CURES.items():
+        if kind in found["faults"]:
+            print(f"{kind}: {cure}")
+    if found["short_answers"]:
+        print(f"{found['short_answers']:,} answers were not as long as asked: the server does not know ignore_eos")
+    _write_loop(arguments, found, server.url, {"url": server.url})
+    return 1 if found["failed"] == len(items) else 0

@@ -1,0 +1,65 @@
+"""`ladder`, `measure`, `claims`, `overhead` and `grade`: their parsers. `course/commands.py` runs them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from minillm.cli.common import add_json, add_model, add_outputs, in_course
+
+
+def add_ladder(commands) -> None:
+    """The parser of `minillm ladder`."""
+    parser = commands.add_parser("ladder", help="run every rung on the same chat requests and print the table")
+    add_model(parser)
+    parser.add_argument("--requests", type=int, default=36, help="chat requests, all at the start (default: 36)")
+    parser.add_argument("--max-tokens", type=int, default=24,
+                        help="cap on each answer; on average they are a third of it (default: 24)")
+    parser.add_argument("--kv-memory", type=int, metavar="BYTES", help="of rungs 2 to 5 (default: 5 longest slots)")
+    add_outputs(parser)
+    parser.set_defaults(run=in_course("ladder"))
+
+
+def add_measure(commands) -> None:
+    """The parser of `minillm measure`."""
+    parser = commands.add_parser("measure", help="run experiments; each result is written as soon as it is there")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="experiments; all of them if none is named")
+    parser.add_argument("--all", action="store_true", help="all of them")
+    parser.add_argument("--list", action="store_true", help="name them, with what each shows, and stop")
+    parser.add_argument("--quick", action="store_true", help="small sizes: all of them in minutes")
+    add_model(parser)
+    parser.add_argument("--device", default="auto", help="as in load_model: auto, cpu, cuda (default: auto)")
+    parser.add_argument("--budget-s", type=float, metavar="S", help="for each: later rows are left out")
+    parser.add_argument("--resume", action="store_true",
+                        help="leave out what this commit has recorded already, unless it was cut at a smaller budget")
+    add_outputs(parser)
+    parser.add_argument("--out", metavar="DIR", help="where to write (default: measurements/ in this folder)")
+    parser.set_defaults(run=in_course("measure"))
+
+
+def add_claims(commands) -> None:
+    """The parser of `minillm claims`."""
+    parser = commands.add_parser("claims", help="what articles say of serving, and what was measured of it")
+    parser.add_argument("ids", nargs="*", metavar="ID", help="claims, such as A1; all of them if none is named")
+    parser.add_argument("--root", metavar="DIR", help="a folder of measurements (default: those of this checkout)")
+    parser.add_argument("--markdown", action="store_true", help="as the table of notebooks/CLAIMS.md")
+    add_json(parser)
+    parser.set_defaults(run=in_course("claims"))
+
+
+def add_overhead(commands) -> None:
+    """The parser of `minillm overhead`."""
+    parser = commands.add_parser("overhead", help="the engine's own time and memory, without a model")
+    add_outputs(parser)
+    parser.set_defaults(run=in_course("engine_overhead"))
+
+
+def add_grade(commands) -> None:
+    """The parser of `minillm grade`."""
+    parser = commands.add_parser("grade", help="check exercise notebooks, of one learner or of a class")
+    parser.add_argument("path", nargs="?", type=Path, metavar="PATH", help="a notebook, or a folder of notebooks")
+    parser.add_argument("--class", dest="classroom", type=Path, metavar="DIR", help="a folder with one per learner")
+    parser.add_argument("--report", type=Path, metavar="OUT", help="folder for the class's CSV, JSON and HTML")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="notebooks at a time (default: one a core)")
+    add_json(parser)
+    parser.set_defaults(run=in_course("grade"))
