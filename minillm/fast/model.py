@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minillm.fast.device import triton_module
-from minillm.fast.packed import Packing, make_linear, weight_bytes
+from minillm.fast.packed import make_linear, weight_bytes
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 
@@ -26,7 +26,7 @@ class FastLlama(Llama):
         tensors: Mapping[str, Tensor],
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
-        packed: Packing = "auto",
+        packed: bool = True,
     ) -> None:
         """packed: see `make_linear`."""
         self.linear = partial(make_linear, packed=packed)
