@@ -38,7 +38,7 @@ class PackedLinear:
 
 @cache
 def can_pack() -> bool:
-    """Whether this PyTorch has oneDNN's packed linear, whose operators are private, and it agrees with the plain one."""
+    """Whether oneDNN's packed linear, whose operators are private to PyTorch, is here and agrees with the plain one."""
     weight = torch.arange(48.0).view(6, 8) / 48  # [out, in]
     x = torch.linspace(-1, 1, 24).view(3, 8)  # [N, in]
     try:
