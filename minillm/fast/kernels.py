@@ -1,28 +1,24 @@
 """Cached attention on a GPU: three Triton kernels that read the store where it lies.
 
-The plain path gathers every row's keys and values, in fp32 where they were quantised, and
-reads that copy again. Here a program looks its slots up in the block table, loads the codes
-and turns them into numbers in registers: what is stored is read once, and nothing is copied.
+The plain path gathers every row's keys and values, and reads that copy again. Here a program looks its
+slots up in the block table, loads the codes and turns them into numbers in registers.
 
     store    one program a (token, KV head): quantise the new key and value, write them
     attend   one program a (tile, KV head, part of the context): online softmax over its keys
     combine  one program a (tile, KV head, query): merge the parts
 
-A tile is up to BLOCK_M queries of one row that read the same keys: some of its new tokens,
-times the G query heads that share a KV head. So a key is loaded once for G heads, and a
-prompt's tile is a matrix product. Matrix units want 16 rows at least: a decoding row of G
-queries fills the rest of its 16 with zeros, which costs nothing, since it waits for memory.
+A tile is up to BLOCK_M queries of one row that read the same keys: some of its new tokens, times the G
+query heads that share a KV head. Matrix units want 16 rows at least: a decoding row of G queries fills
+the rest of its 16 with zeros, which costs nothing, since it waits for memory.
 
     queries of a tile, G = 2       token 0 head 0 | token 0 head 1 | token 1 head 0 | ...
 
-One row of a long context would occupy Hkv programs and leave the chip idle. So where tiles
-are few, the context is cut into SPLITS parts, attended apart and combined (flash-decoding:
-Dao et al., 2023). Tiles and parts depend on the numbers of tokens alone, so that a CUDA
-graph can be replayed as contexts grow.
+One row of a long context would occupy Hkv programs and leave the chip idle. So where tiles are few, the
+context is cut into SPLITS parts, attended apart and combined (flash-decoding: Dao et al., 2023). Tiles
+and parts depend on the numbers of tokens alone, so that a CUDA graph can be replayed as contexts grow.
 
-Letters as in attention.py; and S keys at a time, D head_dim, padded to a power of two where
-it is none. Every load is masked to the tokens that the row has stored: what an unused slot
-holds, NaN included, never enters a register.
+Letters as in attention.py; and S keys at a time, D head_dim, padded to a power of two. Every load is
+masked to the tokens that the row has stored: what an unused slot holds, NaN included, is never loaded.
 """
 
 from __future__ import annotations
@@ -65,7 +61,7 @@ def e4m3_encode(x):
     """|x| <= 448 in fp32 -> the bits of the nearest e4m3, on cards without fp8 too."""
     bits = x.to(tl.int32, bitcast=True)
     power = (bits & 0x7F800000).to(tl.float32, bitcast=True)  # 2**floor(log2 |x|)
-    step = tl.maximum(power, 0.015625) * 0.125  # three bits behind the leading one; below 2**-6 none leads
+    step = tl.maximum(power, 0.015625) * 0.125  # three bits after the leading one; below 2**-6 none leads
     size = round_even(tl.div_rn(tl.abs(x), step)) * step * 0.00390625  # exact from here on
     return ((bits >> 24) & 0x80 | size.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32) >> 7).to(tl.uint8)
 
@@ -160,12 +156,10 @@ def part_length(stored, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
 
 @triton.jit
 def load_tile(tiles, tile):
-    """Row, first token, its position, tokens: in 32 bits, in which positions are cheaper to reckon with."""
+    """Row, first token, its position, tokens: in 32 bits, in which positions are cheaper to compute with."""
     at = tiles + 4 * tile
-    return (
-        tl.load(at).to(tl.int32), tl.load(at + 1).to(tl.int32), tl.load(at + 2).to(tl.int32),
-        tl.load(at + 3).to(tl.int32),
-    )
+    row, first = tl.load(at).to(tl.int32), tl.load(at + 1).to(tl.int32)
+    return row, first, tl.load(at + 2).to(tl.int32), tl.load(at + 3).to(tl.int32)
 
 
 @triton.jit

@@ -5,8 +5,7 @@
       less the CUDA graphs            one size's tensors, which all share, and a little for each graph
       = keys and values
 
-The two terms are sums over shapes, not measurements, and generous; SHARE leaves room for what
-they leave out: workspaces of the libraries, and fragmentation.
+The two terms are sums over shapes, not measurements; SHARE leaves room for workspaces and fragmentation.
 """
 
 from __future__ import annotations
@@ -63,9 +62,6 @@ def refuse_too_much(kv_memory: int, usual: int) -> Iterator[None]:
         raise ValueError(f"kv_memory of {kv_memory:,} bytes does not fit in memory: {cure}") from error
 
 
-# -- what a device has free -----------------------------------------------------------------------
-
-
 def free_bytes(device: torch.device) -> int:
     """What a CUDA device can still give: its free memory, and what PyTorch holds of it unused."""
     free, _ = torch.cuda.mem_get_info(device)
@@ -73,7 +69,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """On a CPU PyTorch has no class of its own for it."""
+    """On a CPU PyTorch has no class for it."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
