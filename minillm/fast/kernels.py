@@ -36,6 +36,7 @@ from minillm.fast.device import to_device
 
 SHORT_TILE, LONG_TILE = 16, 64  # BLOCK_M of rows with few new tokens, and of prompts
 KEYS = {1: 64, 2: 64, 4: 32}  # S, by the bytes of a model's number: two tiles of keys and values fit shared memory
+DOT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 PROGRAMS = 512  # to fill a chip: about four for each multiprocessor of an H100
 MOST_SPLITS = 64
 
@@ -272,18 +273,11 @@ def tile_tokens(block_m: int, query_group: int) -> tuple[int, int]:
     return block_m, block_m // query_group
 
 
-def splits_for(tiles: int, kv_heads: int) -> int:
-    """Parts of every context, so that even a few tiles give the chip enough programs."""
-    return max(1, min(MOST_SPLITS, PROGRAMS // (tiles * kv_heads)))
-
-
 class StepKernels:
-    """The launches of one step (a `CacheView`): where its tokens go, and what its tiles read.
-
-    new_slots [N], tables [B, widest] and the tiles' fields are int64 tensors on the device.
-    """
+    """The launches of one step (a `CacheView`): where its tokens go, and what its tiles read."""
 
     def __init__(self, storage, new_slots: Tensor, tables: Tensor, tiles: Sequence[Tiles], block_size: int) -> None:
+        """new_slots [N], tables [B, widest] and the tiles' fields are int64 tensors on the device."""
         self.storage, self.new_slots, self.tables, self.block_size = storage, new_slots, tables, block_size
         self.tiles = [some for some in tiles if len(some.fields)]
 
@@ -309,7 +303,8 @@ class StepKernels:
     def _attend(self, tiles: Tiles, q: Tensor, out: Tensor, numbers: tuple, shape: dict) -> None:
         """Attend the queries of these tiles, and write their places of `out`."""
         count, kv_heads, block_m = len(tiles.fields), shape["HEADS"], tiles.block_m
-        splits = splits_for(count, kv_heads)
+        dot = tl.float32 if triton.knobs.runtime.interpret else DOT_TYPES[q.dtype]  # the interpreter has no other
+        splits = max(1, min(MOST_SPLITS, PROGRAMS // (count * kv_heads)))  # enough programs, even of a few tiles
         parts = part_scores = out  # not touched where there is one part
         if splits > 1:
             part_scores = torch.empty(count, kv_heads, splits, block_m, dtype=torch.float32, device=q.device)
@@ -319,7 +314,7 @@ class StepKernels:
         attend_kernel[(count, kv_heads, splits)](
             q, out, parts, part_scores, tiles.fields, self.tables, *numbers, *q.stride()[:2],
             self.tables.stride(0), q.shape[2] ** -0.5, **sizes, BLOCK_SIZE=self.block_size,
-            FORMAT=shape["FORMAT"], GROUP=shape["GROUP"], DOT=dot_type(q.dtype), num_warps=4, num_stages=3,
+            FORMAT=shape["FORMAT"], GROUP=shape["GROUP"], DOT=dot, num_warps=4, num_stages=3,
         )
         if splits > 1:
             combine_kernel[(count, kv_heads, block_m)](
@@ -345,10 +340,3 @@ def raw_tensors(store, layer: int) -> tuple[Tensor, Tensor, Tensor]:
     codes = store.numbers if hasattr(store, "numbers") else store.codes
     scales, minima = getattr(store, "scales", codes), getattr(store, "minima", codes)
     return codes[layer], scales[layer], minima[layer]
-
-
-def dot_type(dtype: torch.dtype):
-    """What the matrix products multiply: the model's own numbers, on which Triton's interpreter wants fp32."""
-    if triton.knobs.runtime.interpret:
-        return tl.float32
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]

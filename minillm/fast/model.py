@@ -21,12 +21,8 @@ class FastLlama(Llama):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        tensors: Mapping[str, Tensor],
-        device: str | torch.device = "cpu",
-        dtype: torch.dtype = torch.float32,
-        packed: bool = True,
+        self, config: ModelConfig, tensors: Mapping[str, Tensor], device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32, packed: bool = True,
     ) -> None:
         """packed: see `make_linear`."""
         self.linear = partial(make_linear, packed=packed)

@@ -49,10 +49,10 @@ def int4_dense(codes: Tensor, scales: Tensor, middles: Tensor) -> Tensor:
 
 
 class QuantizedLinear:
-    """The same product over a weight [out, in] in fewer bits. A subclass keeps codes and scales, and has `product`."""
+    """The same product over a weight [out, in] in fewer bits, which a subclass has as `product`."""
 
-    def __init__(self, codes: Tensor, scales: Tensor, bias: Tensor | None) -> None:
-        self.codes, self.scales, self.bias = codes, scales, bias
+    def __init__(self, codes: Tensor, scales: Tensor, bias: Tensor | None, has_kernel: bool) -> None:
+        self.codes, self.scales, self.bias, self.has_kernel = codes, scales, bias, has_kernel
         self.weight_bytes = codes.nbytes + scales.nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -65,8 +65,7 @@ class Int8Linear(QuantizedLinear):
     """Weights in int8, with a scale per output channel."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__(*int8_weight(weight), bias)
-        self.has_kernel = kernel_fits(weight)
+        super().__init__(*int8_weight(weight), bias, kernel_fits(weight))
 
     def product(self, x: Tensor) -> Tensor:
         """x [N, in] -> [N, out], before the bias."""
@@ -81,13 +80,13 @@ class Int4Linear(QuantizedLinear):
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.group = even_group("a row of", weight.shape[1], WEIGHT_GROUP)
         codes, scales, middles = int4_weight(weight, self.group)
-        self.has_kernel = self.group == WEIGHT_GROUP and kernel_fits(weight)
-        if self.has_kernel:
+        has_kernel = self.group == WEIGHT_GROUP and kernel_fits(weight)
+        if has_kernel:
             codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)  # [out, in / 2]
             scales = torch.stack((scales, middles), dim=-1).transpose(0, 1).contiguous()  # [in / group, out, 2]
         else:
             codes, scales = pack_nibbles(codes), torch.stack((scales, middles))  # [out, in / 2], [2, out, in / group]
-        super().__init__(codes, scales, bias)
+        super().__init__(codes, scales, bias, has_kernel)
 
     def product(self, x: Tensor) -> Tensor:
         """x [N, in] -> [N, out], before the bias."""

@@ -73,11 +73,9 @@ def as_ids(settings: Mapping[str, Any], field: str, file: str) -> tuple[int, ...
 def _read_rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """RoPE base and scaling from either spelling; ValueError for a type we do not compute."""
     new = hf.get("rope_parameters") or {}
-    scaling = dict(new or hf.get("rope_scaling") or {})
+    scaling = new or hf.get("rope_scaling") or {}
     theta = float(new.get("rope_theta") or hf.get("rope_theta") or 10_000.0)
-    scaling.pop("rope_theta", None)
-    rope_type = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    scaling.pop("type", None)
+    rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
     if rope_type not in ROPE_TYPES:
         raise ValueError(f"unknown RoPE type {rope_type!r}; this package computes {', '.join(ROPE_TYPES)}")
     if float(hf.get("partial_rotary_factor") or new.get("partial_rotary_factor") or 1.0) != 1.0:

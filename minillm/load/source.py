@@ -32,11 +32,6 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_FILES = ("*.json", "*.jinja", "*.safetensors")
 HUB_DUPLICATES = ("consolidated*", "original/*")  # the same weights again, under their authors' names
 
-ACCEPTED = (
-    f"'{DEFAULT}', a directory with config.json and .safetensors files, a .gguf file, "
-    "a Hugging Face id such as 'org/name', or 'random:<preset>'"
-)
-
 
 class ModelNotFound(FileNotFoundError):
     """The model's files are not here and could not be got; the message says how to provide them."""
@@ -57,7 +52,10 @@ def locate(name: str | os.PathLike = DEFAULT) -> Path:
         raise ModelNotFound(f"there is no file {path}")
     if HUB_ID.fullmatch(text):
         return _from_hub(text)
-    raise ValueError(f"unknown model {text!r}: give {ACCEPTED}")
+    raise ValueError(
+        f"unknown model {text!r}: give '{DEFAULT}', a directory with config.json and .safetensors files, "
+        "a .gguf file, a Hugging Face id such as 'org/name', or 'random:<preset>'"
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:

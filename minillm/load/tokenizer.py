@@ -61,6 +61,7 @@ class Tokenizer:
         self.added = backend.get_added_tokens_decoder()
         self.special_ids = {id for id, token in self.added.items() if token.special}
         self.bos_id, self.eos_id = self._setting_id("bos_token"), self._setting_id("eos_token")
+        self.adds_bos = self.bos_id is not None and self.bos_id in backend.encode("", add_special_tokens=True).ids
         # What the decoder does to a token tells which kind it is.
         decode = backend.decoder.decode if backend.decoder else "".join
         self._is_byte_level = decode(["a", "Ġ"]) == "a "
@@ -81,7 +82,7 @@ class Tokenizer:
         add_bos: whether to begin with BOS, unless the text does; None does what tokenizer.json says.
         """
         ids = self._ids(text)
-        wanted = self._adds_bos if add_bos is None else add_bos
+        wanted = self.adds_bos if add_bos is None else add_bos
         if wanted and self.bos_id is None:
             raise ValueError(f"{self.name} has no BOS token to add")
         return [self.bos_id, *ids] if wanted and ids[:1] != [self.bos_id] else ids
@@ -92,10 +93,6 @@ class Tokenizer:
             return self.backend.encode(text, add_special_tokens=False).ids
         except (TypeError, UnicodeEncodeError):
             raise ValueError(f"{text!r} cannot be written in UTF-8") from None
-
-    @cached_property
-    def _adds_bos(self) -> bool:
-        return self.bos_id is not None and self.bos_id in self.backend.encode("", add_special_tokens=True).ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of the ids; bytes that are not UTF-8 become U+FFFD, unknown ids nothing."""

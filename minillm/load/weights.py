@@ -34,10 +34,8 @@ log = logging.getLogger(__name__)
 
 
 def load_model(
-    name: str | os.PathLike = DEFAULT,
-    device: str | torch.device = "auto",
-    dtype: str | torch.dtype = "auto",
-    seed: int = 0,
+    name: str | os.PathLike = DEFAULT, device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto", seed: int = 0,
 ) -> FastLlama:
     """A model, ready to run.
 
@@ -160,28 +158,24 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every weight of a model by transformers' name, with its shape; a linear's is [out, in]."""
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for layer in range(config.num_hidden_layers):
-        attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
-        shapes[f"model.layers.{layer}.input_layernorm.weight"] = (hidden,)
-        for name, rows in (("q", q), ("k", kv), ("v", kv)):
-            shapes[f"{attention}{name}_proj.weight"] = (rows, hidden)
-            if config.attention_bias:
-                shapes[f"{attention}{name}_proj.bias"] = (rows,)
-        shapes[f"{attention}o_proj.weight"] = (hidden, q)
-        if config.has_output_bias:
-            shapes[f"{attention}o_proj.bias"] = (hidden,)
-        if config.has_qk_norm:
-            shapes[f"{attention}q_norm.weight"] = shapes[f"{attention}k_norm.weight"] = (head_dim,)
-        shapes[f"model.layers.{layer}.post_attention_layernorm.weight"] = (hidden,)
-        for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
-            shapes[f"{mlp}{name}_proj.weight"] = shape
-            if config.mlp_bias:
-                shapes[f"{mlp}{name}_proj.bias"] = shape[:1]
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
-        shapes[HEAD] = (config.vocab_size, hidden)
-    return shapes
+    linears = {  # of a layer: out, in, and whether it has a bias
+        "self_attn.q_proj": (q, hidden, config.attention_bias),
+        "self_attn.k_proj": (kv, hidden, config.attention_bias),
+        "self_attn.v_proj": (kv, hidden, config.attention_bias),
+        "self_attn.o_proj": (hidden, q, config.has_output_bias),
+        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+    }
+    layer = {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    layer |= {f"{name}.weight": (rows, columns) for name, (rows, columns, _) in linears.items()}
+    layer |= {f"{name}.bias": (rows,) for name, (rows, _, has_bias) in linears.items() if has_bias}
+    if config.has_qk_norm:
+        layer |= {f"self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
+    table = (config.vocab_size, hidden)
+    shapes = {"model.embed_tokens.weight": table, "model.norm.weight": (hidden,)}
+    shapes |= {f"model.layers.{i}.{name}": layer[name] for i in range(config.num_hidden_layers) for name in layer}
+    return shapes if config.tie_word_embeddings else shapes | {HEAD: table}
 
 
 def _read_directory(directory: Path) -> tuple[ModelConfig, Mapping[str, Tensor]]:
