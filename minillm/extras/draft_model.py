@@ -79,14 +79,9 @@ class DraftModelProposer:
         return RowSpan(start, end - start, request.block_table).slots(self.block_size)[start:]
 
     def feed(self, rows: Sequence[Row], starts: Sequence[int], ids: Tensor, place: int) -> Tensor:
-        """Feed each row from its start to its newest token and `place` drafts -> logits after that [rows, V].
-
-        ids [N]: the fed tokens of all rows.
-        """
-        spans = [
-            RowSpan(start, row.end + place - start, row.request.block_table)
-            for row, start in zip(rows, starts, strict=True)
-        ]
+        """ids [N] of each row from its start to its newest token and `place` drafts -> logits after that [rows, V]."""
+        spans = [RowSpan(start, row.end + place - start, row.request.block_table)
+                 for row, start in zip(rows, starts, strict=True)]
         cache = self.attention(self.storage, spans, self.block_size, self.scratch)
         last = torch.tensor([span.count for span in spans]).cumsum(0) - 1  # [rows]
         positions, last = cache.positions.to(ids.device), last.to(ids.device)

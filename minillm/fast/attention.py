@@ -115,10 +115,9 @@ def kernels_for(device: torch.device):
 
 def group_rows(spans: Sequence[RowSpan]) -> list[list[int]]:
     """Which rows to attend together, in their order: short rows of similar context; each long row by itself."""
-    groups: list[list[int]] = []
-    together, limit = [], 0.0
-    for b in sorted(range(len(spans)), key=lambda b: spans[b].start + spans[b].count):
-        length = spans[b].start + spans[b].count
+    groups, together, limit = [], [], 0.0
+    lengths = [span.start + span.count for span in spans]
+    for length, b in sorted(zip(lengths, range(len(spans)), strict=True)):
         if spans[b].count > SHORT_ROW:
             groups.append([b])
         elif length <= limit:

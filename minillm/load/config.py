@@ -98,9 +98,7 @@ def _context_limit(hf: Mapping[str, Any]) -> int:
 
 _SMOLLM2 = dict(max_position_embeddings=8192, tie_word_embeddings=True, bos_token_id=1, eos_token_id=(2,))
 _QWEN = dict(rms_norm_eps=1e-6, rope_theta=1_000_000.0, tie_word_embeddings=True, eos_token_id=(151_645,))
-_LLAMA3 = dict(
-    rope_theta=500_000.0, max_position_embeddings=8192, bos_token_id=128_000, eos_token_id=(128_001, 128_009)
-)
+_LLAMA3 = dict(rope_theta=5e5, max_position_embeddings=8192, bos_token_id=128_000, eos_token_id=(128_001, 128_009))
 _SCALING = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 _LLAMA31 = _LLAMA3 | dict(
     rope_scaling=_SCALING, max_position_embeddings=131_072, eos_token_id=(128_001, 128_008, 128_009)
@@ -108,9 +106,7 @@ _LLAMA31 = _LLAMA3 | dict(
 _LLAMA32 = _LLAMA31 | dict(rope_scaling=_SCALING | {"factor": 32.0}, tie_word_embeddings=True)
 _QWEN2 = _QWEN | dict(model_type="qwen2", max_position_embeddings=32_768, attention_bias=True)
 _QWEN3 = _QWEN | dict(model_type="qwen3", max_position_embeddings=40_960)
-_MISTRAL = dict(
-    model_type="mistral", rope_theta=1_000_000.0, max_position_embeddings=32_768, bos_token_id=1, eos_token_id=(2,)
-)
+_MISTRAL = dict(model_type="mistral", rope_theta=1e6, max_position_embeddings=32_768, bos_token_id=1, eos_token_id=(2,))
 
 # vocabulary, hidden and inner size, layers, query and KV heads, head_dim
 PRESETS: dict[str, ModelConfig] = {

@@ -43,9 +43,8 @@ class GGUFFile(UserDict[str, Tensor]):
         self._reader = GGUFReader(path)
         self.architecture = self.metadata("general.architecture")
         if self.architecture not in ARCHITECTURES:
-            raise ValueError(
-                f"{path.name} has architecture {self.architecture!r}; this package reads {', '.join(ARCHITECTURES)}"
-            )
+            known = ", ".join(ARCHITECTURES)
+            raise ValueError(f"{path.name} has architecture {self.architecture!r}; this package reads {known}")
         self.data = {_transformers_name(entry.name): entry for entry in self._reader.tensors}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -113,9 +112,8 @@ class GGUFFile(UserDict[str, Tensor]):
                 settings[f"{name}_token"] = tokens[id]
         if self.metadata("tokenizer.ggml.add_bos_token", False):
             bos = settings["bos_token"]
-            tokenizer.post_processor = processors.TemplateProcessing(
-                single=f"{bos} $A", special_tokens=[(bos, tokens.index(bos))]
-            )
+            special = [(bos, tokens.index(bos))]
+            tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=special)
         return tokenizer, settings
 
 

@@ -124,9 +124,8 @@ class SafetensorsDirectory(UserDict[str, Tensor]):
                 file = safe_open(path, framework="pt")
             except SafetensorError as error:
                 raise ValueError(f"{path} is damaged, or incomplete: {error}") from error
-            names = set(file.keys())
-            if listed:
-                names = {name for name in names if directory / listed.get(name, "") == path}
+            own = set(file.keys())
+            names = {name for name in own if directory / listed.get(name, "") == path} if listed else own
             self.data |= dict.fromkeys(names, file)
         if absent := sorted(listed.keys() - self.data.keys()):
             raise ValueError(f"{index} puts {absent[0]} into {listed[absent[0]]}, which does not hold it")
