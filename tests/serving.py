@@ -76,7 +76,7 @@ class FedRow:
     """One row of one forward: what the plan says, and what the model was given for it."""
 
     request_id: RequestId
-    due: bool
+    samples: bool
     idle: bool
     tokens: list[int]
     positions: list[int]
