@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from serving import numbers
-from test_cached_attention import attend_by_hand
+from test_cached_attention import attend_in_loops
 from tiny import random_tensors, tiny_config, tiny_model
 
 from minillm import Engine, SamplingParams
@@ -136,13 +136,14 @@ def test_a_context_in_parts_is_the_whole(programs, monkeypatch):
     Case(LONG, "fp32", HEAD_DIMS[0], 2, torch.float32).check()
 
 
-def test_the_kernel_as_attention_by_hand():
+def test_the_kernel_as_attention_in_plain_loops():
     """Against a loop over heads in double precision: the plain path might share a mistake."""
     case = Case([(2 * BLOCK + 1, 1)], "fp32", HEAD_DIMS[0], 4, torch.float32, kv_heads=2)
     slots = slots_of(case.spans[0].block_table, range(2 * BLOCK + 1))
     keys, values = (tensor[1, slots] for tensor in numbers(case.plain))
-    want = attend_by_hand(case.q[0], torch.cat((keys, case.k)), torch.cat((values, case.v)))
-    got = kernels.step_kernels(case.step(case.store)).attend(1, *(x.to(DEVICE) for x in (case.q, case.k, case.v)))
+    want = attend_in_loops(case.q[0], torch.cat((keys, case.k)), torch.cat((values, case.v)))
+    launches = kernels.step_kernels(case.step(case.store), case.config.query_group)
+    got = launches.attend(1, *(x.to(DEVICE) for x in (case.q, case.k, case.v)))
     torch.testing.assert_close(got[0].cpu(), want, rtol=0, atol=1e-5)
 
 

@@ -110,7 +110,7 @@ class Twins(NamedTuple):
 
 
 @cache
-def twins(shape: str = "t8-2", family: str = "llama", packed: bool | str = "auto", seed: int = 0, **fields) -> Twins:
+def twins(shape: str = "t8-2", family: str = "llama", packed: bool | str = True, seed: int = 0, **fields) -> Twins:
     """A random model of a shape of `tiny.SHAPES`. `fields` are transformers' config fields.
 
     packed: of the fast model; "heart" makes the plain `Llama`. A tied model ships its head twice,

@@ -52,7 +52,7 @@ def slots_of(table: list[int], positions: range) -> list[int]:
     return [table[at // BLOCK] * BLOCK + at % BLOCK for at in positions]
 
 
-def attend_by_hand(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def attend_in_loops(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """One token: q [Hq, D] over keys and values [S, Hkv, D], a head at a time, in double precision -> [Hq, D]."""
     group = q.shape[0] // keys.shape[1]
     out = []
@@ -99,7 +99,7 @@ def test_each_row_sees_its_own_past_and_nothing_else(rows, shape, kind, chunk, m
         q = torch.randn(count, heads, head_dim, generator=make)
         past = slots_of(table, range(start))
         keys[layer, past], values[layer, past] = k[:start], v[:start]
-        wanted += [attend_by_hand(q[i], k[: start + i + 1], v[: start + i + 1]) for i in range(count)]
+        wanted += [attend_in_loops(q[i], k[: start + i + 1], v[: start + i + 1]) for i in range(count)]
         flat.append((q, k[start:], v[start:]))
     before = keys.clone()
     spans = [RowSpan(start, count, table) for (start, count), table in zip(rows, tables, strict=True)]
@@ -145,7 +145,7 @@ def test_a_row_that_does_not_store_reads_what_it_had_and_writes_to_scratch(kind)
     q, (k, v) = torch.randn(2, 8, 8, generator=make), torch.randn(2, 2, 2, 8, generator=make)
     step = step_attention(storage, [RowSpan(5, 1, idle, stores=False), RowSpan(5, 1, busy)], kind)
     out = step.attend(0, q, k, v)
-    torch.testing.assert_close(out[0], attend_by_hand(q[0], past_k, past_v), **CLOSE)
+    torch.testing.assert_close(out[0], attend_in_loops(q[0], past_k, past_v), **CLOSE)
     changed = (keys != before) & ~(keys.isnan() & before.isnan())
     assert sorted(set(changed.nonzero()[:, 1].tolist())) == sorted((*slots_of(busy, range(5, 6)), len(changed[0]) - 1))
 

@@ -85,7 +85,7 @@ def test_the_reference_is_the_same_from_transformers_and_from_our_model_without_
 ONE_SEQUENCE = {"rung 0": decode_recomputing, "rung 1": decode_cached}
 
 
-@pytest.mark.parametrize("packed", ["auto", False, "heart"])
+@pytest.mark.parametrize("packed", [True, False, "heart"])
 @pytest.mark.parametrize("shape", ["t8-2", "t-wide", "t4-1", "t9-3"])
 @pytest.mark.parametrize("rung", ONE_SEQUENCE)
 def test_one_sequence_at_a_time(rung, shape, packed):
@@ -134,7 +134,7 @@ TIGHT, AMPLE = 6, 64  # blocks; the longest request may need 5
 
 AXES = dict(
     shape=("t8-2", "t-wide"),
-    packed=("auto", False, "heart"),
+    packed=(True, False, "heart"),
     batching=("static", "continuous"),
     kv=("slots", "paged"),
     kv_format=KV_FORMATS,
@@ -260,7 +260,7 @@ def test_static_and_continuous_are_the_same_work_when_all_lengths_are_equal(monk
     assert shapes["static"] == shapes["continuous"] == [(4, 24, 0), *[(4, 0, 4)] * 6] * 2
 
 
-@pytest.mark.parametrize("packed", ["auto", False], ids=["packed", "plain"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_logits_are_the_same_alone_in_a_batch_and_on_other_threads_up_to_rounding(packed, monkeypatch):
     """COR-5. The order of a sum depends on shapes and threads, so not to the last bit, and nobody may promise that."""
     _, ours = twins("t8-2", packed=packed)
@@ -287,7 +287,7 @@ def test_among_equal_logits_the_lowest_id_wins():
     assert sample(wide, [SamplingParams()] * 3, [0] * 3, [0] * 3).tolist() == [5, 5, 5]
 
 
-@pytest.mark.parametrize("packed", ["auto", False], ids=["packed", "plain"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_two_equal_embedding_rows_tie_and_the_lower_id_is_said(packed, monkeypatch):
     """COR-5's own case: ids 5 and 96 share a row that wins often, so the tied head gives near ties, mostly exact."""
     theirs, ours = twins("t8-2", tie_word_embeddings=True)

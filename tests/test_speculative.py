@@ -349,9 +349,9 @@ def test_the_adaptive_length_finds_the_best_one_and_costs_little_on_the_way(acce
 
 def test_the_adaptive_length_notices_that_text_and_load_have_changed():
     speculator, chosen = AdaptiveSpeculator(NgramProposer(), 4), []
-    for turn in range(1200):
+    for number in range(1200):
         k = speculator.draft_length(4)
-        right = k if 400 <= turn < 800 else 0  # nothing, then everything, then nothing is guessed
+        right = k if 400 <= number < 800 else 0  # nothing, then everything, then nothing is guessed
         rows = [Row(request=None, start=9, end=10, samples=True, num_drafts=k) for _ in range(4)]
         speculator.observe(step(rows, 1.0 + 0.1 * k), [[1] * (right + 1)] * 4)
         chosen.append(k)

@@ -139,6 +139,14 @@ def test_an_added_token_outside_the_byte_alphabet_is_plain_text():
     assert tokenizer.decode(tokenizer.encode("hello two words 中!")) == "hello two words 中!"
 
 
+@pytest.mark.parametrize("text", ["čaj", "two Ġwords", "ĠĠ"])
+def test_an_added_token_of_letters_from_the_byte_alphabet_is_plain_text(text):
+    backend = byte_level_tokenizer()
+    backend.add_tokens([AddedToken(text, normalized=False)])
+    tokenizer = Tokenizer(backend, {}, "toy")
+    assert tokenizer.decode(tokenizer.encode(f"hello {text}!")) == f"hello {text}!"
+
+
 # --- TOK-2: stop strings ----------------------------------------------------------------------------------------
 
 
@@ -233,7 +241,7 @@ def test_raw_text_gets_one_bos_or_none():
 
 @pytest.mark.parametrize("text", ["\ud800", "smile \udc80"])
 def test_half_a_surrogate_pair_is_no_text(text):
-    with pytest.raises(ValueError, match="no text that can be written in UTF-8"):
+    with pytest.raises(ValueError, match="cannot be written in UTF-8"):
         byte_level().encode(text)
 
 
@@ -317,6 +325,16 @@ def test_load_from_a_directory(tmp_path):
     assert load_tokenizer(write(tmp_path / "a")).chat.__self__.bos_id is None
     assert load_tokenizer(write(tmp_path / "b", config)).render([], False) == "no"
     assert load_tokenizer(write(tmp_path / "c", config, "yes")).render([], False) == "yes"
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"), [("[]", "not settings"), ('{"eos_token": 5}', "eos_token 5"), ("{", "damaged")]
+)
+def test_damaged_settings_are_named(settings, named, tmp_path):
+    write(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(ValueError, match=f"{tmp_path.name}.*{named}"):
+        load_tokenizer(tmp_path)
 
 
 def test_limits_stored_in_the_file_do_not_apply(tmp_path):

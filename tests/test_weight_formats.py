@@ -95,7 +95,7 @@ def test_plain_products_where_there_are_no_kernels(monkeypatch):
         torch.testing.assert_close(layer(x), x @ dense(kind, weight).T, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("packed", ["auto", False])
+@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("weight_format", WEIGHT_FORMATS)
 def test_a_model_in_one_call(weight_format, packed):
     """The head is untied and 8 bits in both; the table and the model that was given stay as they are."""

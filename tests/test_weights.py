@@ -253,6 +253,23 @@ def test_shards_are_read_through_their_index(tmp_path):
     assert_same_tensors(SafetensorsDirectory(tmp_path), tensors)
 
 
+def test_the_index_decides_in_which_shard_a_tensor_is_read(tmp_path):
+    from safetensors.torch import save_file
+
+    index = tmp_path / "model.safetensors.index.json"
+    save_file({"a": torch.ones(2)}, tmp_path / "model-1.safetensors")
+    save_file({"a": torch.zeros(2), "b": torch.ones(1), "c": torch.ones(1)}, tmp_path / "model-2.safetensors")
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
+    assert_same_tensors(SafetensorsDirectory(tmp_path), {"a": torch.ones(2), "b": torch.ones(1)})
+    index.write_text(json.dumps({"weight_map": {"b": "model-1.safetensors"}}))
+    with pytest.raises(ValueError, match="index.json puts b into model-1.safetensors, which does not hold it"):
+        SafetensorsDirectory(tmp_path)
+    for damaged in ({}, {"weight_map": ["a"]}, {"weight_map": {"a": 1}}):
+        index.write_text(json.dumps(damaged))
+        with pytest.raises(ValueError, match="index.json: weight_map does not say"):
+            SafetensorsDirectory(tmp_path)
+
+
 def test_pickled_weights_are_not_read(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"a pickle could run anything")
     with pytest.raises(ModelNotFound, match="pickled weights"):
@@ -421,12 +438,28 @@ def test_a_device_that_is_not_here_is_refused_by_name(device):
         ("model.safetensors", b"\x08" + b"\0" * 7 + b"{half an", "model.safetensors is damaged"),
         ("config.json", b'{"model_type": "llama"', "config.json is damaged"),
         ("config.json", b'{"model_type": "llama", "vocab_size": 97}', "the config lacks hidden_size, inter"),
+        ("config.json", b"[1]", r"config.json holds \[1\], not settings"),
+        ("generation_config.json", b'{"eos_token_id": "1"}', "generation_config.json: eos_token_id '1' is not a"),
+        ("generation_config.json", b'{"eos_token_id": [1, "12"]}', "generation_config.json: eos_token_id"),
+        ("generation_config.json", b"null", "generation_config.json holds None, not settings"),
+        ("tokenizer.json", b"version https://git-lfs", "tokenizer.json is damaged"),
     ],
 )
 def test_a_damaged_model_is_refused_with_the_file_or_what_it_lacks(file, content, message, tmp_path):
     write_directory(tmp_path, hf_config(tiny_config()), random_tensors(tiny_config()))
     (tmp_path / file).write_bytes(content)
     with pytest.raises(ValueError, match=message):
+        load_model(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("eos_token_id", "1"), ("eos_token_id", [2, "12"]), ("eos_token_id", True), ("eos_token_id", -1),
+     ("bos_token_id", "0"), ("num_hidden_layers", "2"), ("max_position_embeddings", [64])],
+)  # fmt: skip
+def test_a_config_field_of_another_kind_is_refused_by_its_name(field, value, tmp_path):
+    write_directory(tmp_path, hf_config(tiny_config()) | {field: value}, random_tensors(tiny_config()))
+    with pytest.raises(ValueError, match=f"config.json: {field} "):
         load_model(tmp_path, device="cpu")
 
 

@@ -1,8 +1,7 @@
-"""How many drafts are worth asking for: learnt from what was accepted and from what steps took.
+"""How many drafts to ask for: learnt from acceptance and from the duration of steps.
 
-Nothing is known of a draft length that is never tried, and what was known grows old. So a batch of
-a new size begins with a few set lengths, and later one step in `PROBE_EVERY` tries no drafts, one
-fewer or one more than seems best.
+A batch of a new size begins with a few set lengths. Later one step in `PROBE_EVERY` tries no drafts,
+one fewer or one more than seems best, since what was learnt becomes outdated.
 """
 
 from __future__ import annotations

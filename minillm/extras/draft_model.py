@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,12 +18,13 @@ from minillm.model.config import ModelConfig
 class DraftModelProposer:
     """A smaller model of the same vocabulary writes the drafts, with a KV cache of its own.
 
-    Its keys and values lie in a second storage under the same block ids, so that a block
-    table and a shared prefix serve both models. `filled` says which slots hold what the
-    draft model made of the token that stands there now. It may lag behind the target: after
-    a full acceptance by the last draft, which was never fed to it, also in a block that
-    others share by then. The next round feeds it from the first gap on.
+    Its keys and values lie in a second storage under the same block ids, so that a block table and a
+    shared prefix serve both models. `filled` says which slots hold what the draft model computed for the
+    token that is there now. It may lag: the last draft of a round is never fed, not even if it is
+    accepted, and its block may be shared since. The next round feeds each row from its first gap on.
     """
+
+    keeps_drafts = True  # what was computed for a draft is right, should it be accepted
 
     def __init__(self, model, tokenizer=None) -> None:
         """tokenizer: the draft model's, so that its token map can be compared with the target's."""
@@ -39,77 +39,66 @@ class DraftModelProposer:
         self.vocab_size, self.block_size, self.scratch = config.vocab_size, block_size, num_blocks * block_size
         self.attention = attention
         self.storage = native_storage(self.model.config, self.scratch + 1, self.model.device, self.model.dtype)
-        self.filled = np.zeros(self.scratch, dtype=bool)  # [slots]
+        self.filled = torch.zeros(self.scratch, dtype=torch.bool)  # [slots]
 
     def propose(self, rows: Sequence[Row]) -> list[Tensor | None]:
         """One forward that catches up, over prompts as well; then a short one for each further draft.
 
-        Drafts stay on the device until all are there: it is waited for once.
+        Drafts stay on the device until all are there, so that the host waits for it once.
         """
         for row in rows:
-            if not row.idle:  # what lies in the slots that this step writes is of another token, or of none
-                self.filled[self._slots(row.request, row.start, row.end + row.num_drafts)] = False
+            if not row.idle:  # this step stores other tokens in these slots
+                self.filled[self.slots(row.request, row.start, row.end + row.num_drafts)] = False
         q: dict[int, list[Tensor]] = {id(row): [] for row in rows}
-        drafting = [row for row in rows if self._reads(row)]
-        logits = self._catch_up(drafting) if drafting else None  # [rows, V]
-        takers, drafts = [], []  # whose draft each is, and those that each forward gave
-        for place in range(max((row.num_drafts for row in drafting), default=0)):
+        drafting = [row for row in rows if self.reads(row)]
+        if not drafting:
+            return [None] * len(rows)
+        starts = [int(self.filled[self.slots(row.request, 0, row.start)].cumprod(0).sum()) for row in drafting]
+        unread = [row.request.tokens[start : row.end] for row, start in zip(drafting, starts, strict=True)]
+        ids = torch.tensor([token for tokens in unread for token in tokens]).to(self.model.device)  # [N]
+        takers, drafts = [], []  # the row of each draft, and the drafts [rows] of each forward
+        for place in range(max(1, *(row.num_drafts for row in drafting))):
+            logits = self.feed(drafting, starts, ids, place)  # [rows, V]
             going = [i for i, row in enumerate(drafting) if row.num_drafts > place]
-            drafting, at = [drafting[i] for i in going], torch.tensor(going, device=self.model.device)
-            logits = self._feed_drafts(drafting, place, drafts[-1][at]) if place else logits[at]
-            drafts.append(self._draft(drafting, place, logits, q))
+            drafting = [drafting[i] for i in going]
+            drafts.append(self.draft(drafting, place, logits[going], q))
             takers += drafting
-        for row, draft in zip(takers, torch.cat(drafts).tolist() if drafts else [], strict=True):
+            going = [i for i, row in enumerate(drafting) if row.num_drafts > place + 1]
+            drafting, ids = [drafting[i] for i in going], drafts[-1][going]
+            starts = [row.end + place for row in drafting]
+        for row, draft in zip(takers, torch.cat(drafts).tolist(), strict=True):
             row.drafts.append(draft)
         return [torch.stack(q[id(row)]) if q[id(row)] else None for row in rows]
 
-    def _reads(self, row: Row) -> bool:
+    def reads(self, row: Row) -> bool:
         """Whether the draft model reads this row in this step. Prompts too: their blocks may be shared soon."""
         return row.num_drafts > 0 or row.end - row.start > 1
 
-    def _slots(self, request: Request, start: int, end: int) -> np.ndarray:
+    def slots(self, request: Request, start: int, end: int) -> Tensor:
         """The slots of a request's tokens from start to end."""
-        places = np.arange(start, end)
-        blocks = np.asarray(request.block_table, dtype=np.int64)[places // self.block_size]
-        return blocks * self.block_size + places % self.block_size
+        return RowSpan(start, end - start, request.block_table).slots(self.block_size)[start:]
 
-    def _catch_up(self, rows: Sequence[Row]) -> Tensor:
-        """Feed each row from its first gap up to the newest token -> logits after that [rows, V]."""
-        starts, tokens = [], []
-        for row in rows:
-            filled = self.filled[self._slots(row.request, 0, row.start)]
-            starts.append(row.start if filled.all() else int(filled.argmin()))
-            tokens.append(row.request.tokens[starts[-1] : row.end])
-        ids = torch.tensor([token for own in tokens for token in own])
-        return self._feed(rows, starts, list(map(len, tokens)), ids.to(self.model.device))
-
-    def _feed_drafts(self, rows: Sequence[Row], number: int, drafts: Tensor) -> Tensor:
-        """Feed each row's newest draft, of `number` that it has [rows] -> logits after it [rows, V]."""
-        return self._feed(rows, [row.end + number - 1 for row in rows], [1] * len(rows), drafts)
-
-    def _feed(self, rows: Sequence[Row], starts: Sequence[int], counts: Sequence[int], ids: Tensor) -> Tensor:
-        """Feed each row so many tokens from its start on, ids [N] of all -> logits after its last [rows, V]."""
-        spans = [
-            RowSpan(start, number, row.request.block_table)
-            for row, start, number in zip(rows, starts, counts, strict=True)
-        ]
+    def feed(self, rows: Sequence[Row], starts: Sequence[int], ids: Tensor, place: int) -> Tensor:
+        """ids [N] of each row from its start to its newest token and `place` drafts -> logits after that [rows, V]."""
+        spans = [RowSpan(start, row.end + place - start, row.request.block_table)
+                 for row, start in zip(rows, starts, strict=True)]
         cache = self.attention(self.storage, spans, self.block_size, self.scratch)
-        logits = self._logits(rows, ids, cache)
-        for row, span in zip(rows, spans, strict=True):  # a draft's too, which counts should it be accepted
-            self.filled[self._slots(row.request, span.start, span.start + span.count)] = True
+        last = torch.tensor([span.count for span in spans]).cumsum(0) - 1  # [rows]
+        positions, last = cache.positions.to(ids.device), last.to(ids.device)
+        logits = self.logits(rows, ids, positions, cache, last)
+        if self.keeps_drafts or place == 0:
+            self.filled[cache.new_slots.cpu()] = True
         return logits
 
-    def _logits(self, rows: Sequence[Row], ids: Tensor, cache: StepAttention) -> Tensor:
-        """ids [N] of all rows -> logits after each row's last [rows, V of the target]."""
+    def logits(self, rows: Sequence[Row], ids: Tensor, positions: Tensor, cache: StepAttention, last: Tensor) -> Tensor:
+        """ids, positions [N] of all rows -> logits of the last of each [rows, V of the target]."""
         own_size = self.model.config.vocab_size
-        positions = cache.positions.to(ids.device)
-        last = torch.tensor([span.count for span in cache.spans], device=ids.device).cumsum(0) - 1  # [rows]
         # ids that only one of the two has are padding: never proposed, and read as any other
         logits = self.model.forward(ids.clamp(max=own_size - 1), positions, cache, last)
         missing = max(0, self.vocab_size - own_size)
         return F.pad(logits[:, : self.vocab_size], (0, missing), value=-torch.inf)
 
-    def _draft(self, rows: Sequence[Row], place: int, logits: Tensor, q: dict[int, list[Tensor]]) -> Tensor:
+    def draft(self, rows: Sequence[Row], place: int, logits: Tensor, q: dict[int, list[Tensor]]) -> Tensor:
         """Pick or draw each row's draft from logits [rows, V], as the request's own parameters say -> ids [rows].
 
         place: of these among a row's drafts. q: takes what was drawn from.

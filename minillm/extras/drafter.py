@@ -1,16 +1,12 @@
-"""A drafter of one layer, that reads what the target was about to say (EAGLE: Li et al., 2024).
+"""A drafter of one decoder layer over the target's last hidden states (EAGLE: Li et al., 2024).
 
-A draft model of its own must find out everything again. The target's last hidden state has
-it all: one decoder layer over these states, and the embeddings of the tokens that were
-then chosen, is enough to guess on.
+    place j        reads  token j  and  the target's hidden state after token j - 1
+                   gives  a guess at the hidden state after token j, and through the head, at token j + 1
 
-    place j        reads  token j  and  the target's hidden state behind token j - 1
-                   gives  a guess at the hidden state behind token j, and through the head, at token j + 1
-
-The guess stands in for the hidden state when it drafts a second token, a third, and so on;
-once the target has verified them, the places are fed again with its own states. The drafter
-shares the target's embedding and head. Of the head it keeps the rows of the ids that the
-target's texts are made of: reading all 49,152 would cost several times the layer.
+The guess stands in for the hidden state when it drafts a second token, a third, and so on; once the
+target has verified them, the places are fed again with its own states. The drafter shares the target's
+embedding and head. Of the head it keeps the rows of the ids that the target's texts are made of:
+reading all 49,152 would cost several times the layer.
 """
 
 from __future__ import annotations
@@ -58,10 +54,9 @@ class Drafter:
         self.head = linear(target.embedding[self.ids])  # [V', H]
 
     def forward(self, tokens: Tensor, positions: Tensor, before: Tensor, cache: CacheView) -> Tensor:
-        """tokens [N], positions [N], before [N, H]: the state before each -> a guess at the state behind it [N, H].
+        """tokens [N], positions [N], before [N, H]: the state before each -> a guess at the state after it [N, H].
 
-        States are as the head is shown them: after the target's final norm, whose weights are undone
-        here, so that both inputs are of size 1.
+        States are after the target's final norm, whose weights are undone here: both inputs are of size 1.
         """
         embedded = F.embedding(tokens, self.target.embedding)  # [N, H]
         scaled = F.rms_norm(embedded, embedded.shape[-1:], eps=self.config.rms_norm_eps)
@@ -77,10 +72,11 @@ class Drafter:
 class DrafterProposer(DraftModelProposer):
     """Drafts by a `Drafter`, whose keys and values lie under the same block ids, as do the target's states.
 
-    A place may be fed once the state before it is known: so a prompt is read at the first
-    round and not along with the target, and after a round the places of its drafts are fed
-    again, now with true states.
+    A place may be fed once the state before it is known: so a prompt is read in the first round and not
+    along with the target, and after a round the places of its drafts are fed again, with true states.
     """
+
+    keeps_drafts = False  # computed from a guessed state
 
     def __init__(self, drafter: Drafter) -> None:
         super().__init__(drafter)
@@ -98,46 +94,30 @@ class DrafterProposer(DraftModelProposer):
         self.none_before = self.scratch + 1  # what stands before the first token: zeros
         self.states = torch.zeros(self.none_before + 1, config.hidden_size, dtype=self.model.dtype,
                                   device=self.model.device)  # [slots, H]
-        self.guessed: dict[int, Tensor] = {}  # by row, the guess at the state behind its newest draft
+        self.guessed: dict[int, Tensor] = {}  # by row, the guess at the state after its newest token or draft
 
     def observe(self, slots: Tensor, hidden: Tensor) -> None:
         """Keep the target's states [N, H] of a step's tokens, in the slots [N] of their keys and values."""
         self.states[slots] = self.model.norm(hidden)
 
-    def _reads(self, row: Row) -> bool:
+    def reads(self, row: Row) -> bool:
+        """Not prompts: the states of this step's tokens are not known yet."""
         return row.num_drafts > 0
 
-    def _catch_up(self, rows: Sequence[Row]) -> Tensor:
-        """A round begins: nothing is guessed yet."""
-        self.guessed = {}
-        return super()._catch_up(rows)
-
-    def _feed_drafts(self, rows: Sequence[Row], number: int, drafts: Tensor) -> Tensor:
-        """Keys and values made from a guessed state count for this round only."""
-        logits = super()._feed_drafts(rows, number, drafts)
-        for row in rows:
-            self.filled[self._slots(row.request, row.end + number - 1, row.end + number)] = False
-        return logits
-
-    def _logits(self, rows: Sequence[Row], ids: Tensor, cache: StepAttention) -> Tensor:
+    def logits(self, rows: Sequence[Row], ids: Tensor, positions: Tensor, cache: StepAttention, last: Tensor) -> Tensor:
         """-> logits [rows, V], of which only the drafter's own ids can be drafted."""
-        known = [] if self.guessed else [self._slots_before(rows, cache)]
-        counts = torch.tensor([span.count for span in cache.spans])
-        positions, last, *known = (x.to(ids.device) for x in (cache.positions, counts.cumsum(0) - 1, *known))
-        before = self.states[known[0]] if known else torch.stack([self.guessed[id(row)] for row in rows])  # [N, H]
-        x = self.model.forward(ids, positions, before, cache)[last]
+        if any(span.start >= row.end for row, span in zip(rows, cache.spans, strict=True)):  # its newest draft
+            before = torch.stack([self.guessed[id(row)] for row in rows])  # [N, H]
+        else:
+            slots = [span.slots(self.block_size) for span in cache.spans]
+            slots = [F.pad(own, (1, 0), value=self.none_before)[span.start : -1]  # of the token before each
+                     for own, span in zip(slots, cache.spans, strict=True)]
+            before = self.states[torch.cat(slots).to(ids.device)]  # [N, H]
+        x = self.model.forward(ids, positions, before, cache)[last]  # [rows, H]
         self.guessed = dict(zip(map(id, rows), x, strict=True))
         logits = x.new_full((len(x), self.vocab_size), -torch.inf)
         logits[:, self.model.ids] = self.model.head(x)
         return logits
-
-    def _slots_before(self, rows: Sequence[Row], cache: StepAttention) -> Tensor:
-        """The slot of the token before each of a call's tokens [N]."""
-        slots = []
-        for row, span in zip(rows, cache.spans, strict=True):
-            own = torch.from_numpy(self._slots(row.request, max(span.start - 1, 0), span.start + span.count - 1))
-            slots.append(own if span.start else F.pad(own, (1, 0), value=self.none_before))
-        return torch.cat(slots)
 
 
 def read_card(path: Path = WEIGHTS) -> dict:
@@ -151,10 +131,7 @@ def fits(target: Llama, card: Mapping) -> bool:
 
 
 def load_drafter(target: Llama, path: Path = WEIGHTS) -> Drafter:
-    """The drafter of SmolLM2-135M-Instruct; its card lies beside it. Trained by `course.drafter_training.training`.
-
-    Raises ValueError where the file or the target is another one.
-    """
+    """The drafter of SmolLM2-135M-Instruct, with its card; ValueError where the file or the target is another one."""
     card, data = read_card(path), path.read_bytes()
     if (found := hashlib.sha256(data).hexdigest()) != card["sha256"]:
         raise ValueError(f"{path.name} is damaged: its sha256 is {found}, its card says {card['sha256']}")

@@ -1,8 +1,4 @@
-"""Keys evened out by scales that were calibrated once, on other text: better than a rotation, for int4.
-
-Plugs into `KVStorage.key_transform`, as `quantized.Rotation` does: a change of q and k together
-that leaves every attention weight as it was.
-"""
+"""A `KVStorage.key_transform` with scales calibrated once, on other text: better than a rotation, for int4."""
 
 from __future__ import annotations
 
@@ -23,8 +19,7 @@ class KeyTransform(Protocol):
 class ChannelScaling:
     """Store (k - mean) / scale, attend with q * scale; mean and scale per channel, calibrated once.
 
-    The scales cancel in q·k. Leaving out the mean takes the same q·mean from the score of
-    every key, which a softmax does not see.
+    The scales cancel in q·k. Without the mean every score is less by the same q·mean, which softmax ignores.
     """
 
     def __init__(self, mean: Tensor, scale: Tensor) -> None:
@@ -35,9 +30,8 @@ class ChannelScaling:
     def calibrate(cls, keys: Tensor, queries: Tensor | None = None) -> ChannelScaling:
         """From keys [L, N, Hkv, D] of some text: each channel's mean, and its largest distance from it as scale.
 
-        With the queries [L, N, Hq, D] of that text, scale = sqrt(largest distance / RMS query):
-        a channel that is asked for strongly is stored finely (as SmoothQuant does between
-        activations and weights: Xiao et al., 2023). A rotation afterwards evens out the rest.
+        With the queries [L, N, Hq, D] of that text, scale = sqrt(largest distance / RMS query): a channel with
+        large queries is stored finely (as in SmoothQuant: Xiao et al., 2023). A rotation may follow.
         """
         keys = keys.float()
         mean = keys.mean(1)  # [L, Hkv, D]

@@ -1,4 +1,4 @@
 """What makes the engine quick and changes none of its tokens: kernels, graphs, packed and quantised weights.
 
-For whoever wants the speed. Nobody needs it to understand the ladder, whose seams it plugs into.
+For readers who want the speed. It plugs into seams of the ladder, which is understood without it.
 """

@@ -1,9 +1,7 @@
 """Attention over many rows in few calls: what `ladder/attention.py` does row by row.
 
-On a GPU `kernels.py` does it. Elsewhere the rows are gathered into a few padded groups, since one
-product over many short rows costs less than many small ones. A padded place repeats a slot of its
-own row and is masked: a slot that no row holds may hold anything, and 0 times NaN is NaN. A long
-context is read a chunk at a time.
+On a GPU `kernels.py` does it. Elsewhere the rows are gathered into a few padded groups. A padded place
+repeats a slot of its own row and is masked: an unused slot may hold NaN, and 0 times NaN is NaN.
 
 Letters: N tokens of the step, B rows of a group, n new tokens a row, S stored tokens a row, Hq and
 Hkv heads, G = Hq / Hkv query heads that share a KV head, D head_dim.
@@ -41,13 +39,7 @@ class RowGroup:
 class FastAttention:
     """The cache as one step's forward pass sees it; takes what `StepAttention` takes, and gives the same."""
 
-    def __init__(
-        self,
-        storage: KVStorage,
-        spans: Sequence[RowSpan],
-        block_size: int,
-        scratch_slot: int,
-    ) -> None:
+    def __init__(self, storage: KVStorage, spans: Sequence[RowSpan], block_size: int, scratch_slot: int) -> None:
         """scratch_slot: where rows that store nothing write."""
         self.storage, self.spans, self.block_size = storage, spans, block_size
         self.start = torch.tensor([span.start for span in spans])  # [B]
@@ -58,8 +50,7 @@ class FastAttention:
         row = torch.repeat_interleave(self.count)  # [N]
         self.positions = self.start[row] + torch.arange(len(row)) - self.first[row]  # [N]
         stores = torch.tensor([span.stores for span in spans])[row]
-        slots = self._slots(row, self.positions)
-        self.new_slots = torch.where(stores, slots, scratch_slot)  # [N], as all of this on the CPU
+        self.new_slots = torch.where(stores, self._slots(row, self.positions), scratch_slot)  # [N], on the CPU
 
     @cached_property
     def kernels(self):
@@ -108,10 +99,7 @@ class FastAttention:
 
 
 def padded_tables(tables: Sequence[Sequence[int]]) -> Tensor:
-    """Block tables as one tensor [B, widest], short ones filled up with zeros.
-
-    By way of one flat list, which takes a tenth of the time of a tensor from nested ones.
-    """
+    """Block tables as one tensor [B, widest], short ones filled up with zeros; from one flat list, the fastest way."""
     lengths = torch.tensor([len(table) for table in tables])
     padded = torch.zeros(len(tables), int(lengths.max()), dtype=torch.long)
     flat = np.fromiter(chain.from_iterable(tables), np.int64, int(lengths.sum()))
@@ -127,10 +115,9 @@ def kernels_for(device: torch.device):
 
 def group_rows(spans: Sequence[RowSpan]) -> list[list[int]]:
     """Which rows to attend together, in their order: short rows of similar context; each long row by itself."""
-    groups: list[list[int]] = []
-    together, limit = [], 0.0
-    for b in sorted(range(len(spans)), key=lambda b: spans[b].start + spans[b].count):
-        length = spans[b].start + spans[b].count
+    groups, together, limit = [], [], 0.0
+    lengths = [span.start + span.count for span in spans]
+    for length, b in sorted(zip(lengths, range(len(spans)), strict=True)):
         if spans[b].count > SHORT_ROW:
             groups.append([b])
         elif length <= limit:
@@ -141,61 +128,43 @@ def group_rows(spans: Sequence[RowSpan]) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
-def attend_stored(q: Tensor, storage, layer: int, group: RowGroup) -> Tensor:
+def attend_stored(q: Tensor, storage: KVStorage, layer: int, group: RowGroup) -> Tensor:
     """q [B, n, Hq, D] over the stored tokens of a group -> [B, n, Hq, D].
 
-    A long context is read a chunk at a time, and the chunks' softmaxes are merged (online
-    softmax: Milakov and Gimelshein, 2018): what is gathered, and dequantised where the
-    storage does that, never grows with the context.
+    The G query heads that share a KV head become G further rows of queries, so that no key is copied
+    (Ainslie et al., 2023). Of a long context a chunk is read at a time, and the chunks' softmaxes are
+    merged (online softmax: Milakov and Gimelshein, 2018): what is gathered does not grow with the context.
     """
     if group.slots.shape[1] <= CONTEXT_CHUNK:
-        return attend(q, *read_rows(storage, layer, group.slots, q.dtype), group.mask)
-    highest = total = weighted = None
+        k, v = read_rows(storage, layer, group.slots, q.dtype)  # each [B, Hkv, S, D]
+        return unfold_heads(F.scaled_dot_product_attention(fold_heads(q, k.shape[1]), k, v, group.mask), q)
+    highest, total, weighted = -torch.inf, 0.0, 0.0
     for at in range(0, group.slots.shape[1], CONTEXT_CHUNK):
-        k, v = read_rows(storage, layer, group.slots[:, at : at + CONTEXT_CHUNK], torch.float32)
-        queries = fold_heads(q, k.shape[2]).float() * q.shape[3] ** -0.5  # [B, Hkv, n G, D]
-        scores = queries @ k.permute(0, 2, 3, 1) + group.mask[..., at : at + CONTEXT_CHUNK]  # [B, Hkv, n G, chunk]
-        top = scores.amax(-1, keepdim=True)
-        if highest is None:  # every token sees position 0, so the first chunk's highest is a real score
-            highest, total, weighted = top, 0.0, 0.0
-        top = torch.maximum(highest, top)
+        chunk = slice(at, at + CONTEXT_CHUNK)
+        k, v = read_rows(storage, layer, group.slots[:, chunk], torch.float32)  # each [B, Hkv, chunk, D]
+        queries = fold_heads(q, k.shape[1]).float() * q.shape[3] ** -0.5  # [B, Hkv, n G, D]
+        scores = queries @ k.transpose(2, 3) + group.mask[..., chunk]  # [B, Hkv, n G, chunk]
+        top = scores.amax(-1, keepdim=True).clamp_min(highest)  # finite: every token sees position 0
         weights, shrink = torch.exp(scores - top), torch.exp(highest - top)
-        weighted = weighted * shrink + weights @ v.transpose(1, 2)  # [B, Hkv, n G, D]
+        weighted = weighted * shrink + weights @ v  # [B, Hkv, n G, D]
         total = total * shrink + weights.sum(-1, keepdim=True)  # [B, Hkv, n G, 1]
         highest = top
     return unfold_heads(weighted / total, q).to(q.dtype)
 
 
-def read_rows(storage, layer: int, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values of `slots` [B, S], each [B, S, Hkv, D] in `dtype`."""
-    k, v = storage.read(layer, slots.flatten())
-    return k.unflatten(0, slots.shape).to(dtype), v.unflatten(0, slots.shape).to(dtype)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Grouped-query attention: q [B, n, Hq, D], k and v [B, S, Hkv, D], mask [B, 1, n G, S] -> [B, n, Hq, D].
-
-    The G query heads that share a KV head become G further rows of queries, so that no key
-    is copied (Ainslie et al., 2023).
-    """
-    out = F.scaled_dot_product_attention(
-        fold_heads(q, k.shape[2]), k.transpose(1, 2), v.transpose(1, 2), mask
-    )  # [B, Hkv, n G, D]
-    return unfold_heads(out, q)
+def read_rows(storage: KVStorage, layer: int, slots: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Keys and values of `slots` [B, S], each [B, Hkv, S, D] in `dtype`."""
+    return [x.unflatten(0, slots.shape).to(dtype).transpose(1, 2) for x in storage.read(layer, slots.flatten())]
 
 
 def fold_heads(q: Tensor, kv_heads: int) -> Tensor:
     """q [B, n, Hq, D] -> [B, Hkv, n G, D]: head h of a token belongs to KV head h // G."""
-    rows, new, heads, head_dim = q.shape
-    grouped = q.reshape(rows, new, kv_heads, heads // kv_heads, head_dim).transpose(1, 2)  # [B, Hkv, n, G, D]
-    return grouped.reshape(rows, kv_heads, -1, head_dim)
+    return q.unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(2, 3)
 
 
 def unfold_heads(out: Tensor, q: Tensor) -> Tensor:
     """[B, Hkv, n G, D] -> the shape of q [B, n, Hq, D]."""
-    rows, new, heads, head_dim = q.shape
-    kv_heads = out.shape[1]
-    return out.view(rows, kv_heads, new, heads // kv_heads, head_dim).transpose(1, 2).reshape(q.shape)
+    return out.unflatten(2, (q.shape[1], -1)).transpose(1, 2).flatten(2, 3)
 
 
 def additive_mask(sees: Tensor, query_group: int, dtype: torch.dtype) -> Tensor:

@@ -21,12 +21,9 @@ def triton_module(name: str, device: torch.device) -> ModuleType | None:
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of whole numbers, as int64 on the device: in one transfer, for which nothing waits."""
-    flat = send(torch.cat([tensor.flatten().long() for tensor in tensors]), device)
-    parts = flat.split([tensor.numel() for tensor in tensors])
+    """Tensors of whole numbers, as int64 on the device: in one transfer, which nothing waits for."""
+    flat = torch.cat([tensor.flatten().long() for tensor in tensors])
+    if device.type == "cuda":
+        flat = flat.pin_memory()  # a transfer from other memory makes CUDA wait
+    parts = flat.to(device, non_blocking=True).split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU's, on the device. From pinned memory, since a transfer from other memory makes CUDA wait."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

@@ -1,7 +1,7 @@
 """`minillm.Engine`: the ladder's engine with settings by name, defaults for the device, and steps launched ahead.
 
 A GPU computes while Python goes on. So there the next step is planned and launched as soon as one is
-committed, and the records, text and events of the one are made while the other runs:
+committed, and the records, text and events of that step are made while the next runs:
 
     host      plan 1, launch | wait | commit 1, plan 2, launch | report 1 | wait | commit 2, ...
     device                   | step 1                          | step 2 .........| step 3

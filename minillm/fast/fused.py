@@ -1,17 +1,13 @@
-"""What stands between the matrices of a layer as three Triton kernels: one launch, one read and one write each.
+"""The operations between the matrices of a layer as three Triton kernels: one launch, one read and one write each.
 
-On a GPU these few operations per number still cost time in plain PyTorch, since each is a launch of some
-microseconds that reads its input from memory and writes its result back.
-
-A program takes what one sum or one rotation needs at once, in registers:
+A program keeps in registers what one sum or one rotation needs:
 
     add_norm    one program a token: its H numbers, for the mean of their squares
     rotate      one program a (token, head): its D numbers, and the same ones half a head further
     gate        one program a (token, block of columns): nothing depends on anything else
 
-All reckon in fp32, whatever is stored. A Triton block is a power of two long; `inside` masks the
-rest of it. Rows may lie apart (one of q, k and v is a part of a wider row); within a row numbers
-are neighbours.
+All compute in fp32. A Triton block is a power of two long; `inside` masks the rest of it. Rows may have
+any stride (q, k and v are parts of a wider row); within a row numbers are neighbours.
 """
 
 from __future__ import annotations

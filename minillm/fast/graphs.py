@@ -1,20 +1,18 @@
 """CUDA graphs: the launches of a small step, recorded once and replayed in one call.
 
-A decode step is a few hundred kernels of some microseconds each, and Python takes longer to
-launch them than the GPU to run them. A CUDA graph launches all of them at once, but always
-with the shapes and addresses it was recorded with. So a step of N tokens is padded to the
-next size that is recorded, and its inputs are written into buffers that never move:
+A decode step is a few hundred kernels of some microseconds each, and Python takes longer to launch
+them than the GPU to run them. A CUDA graph launches all of them together, but always with the shapes
+and addresses it was recorded with. So a step of N tokens is padded to the next recorded size, and its
+inputs are written into buffers that never move:
 
                    | N tokens     | padding to the recorded size
     tokens         | 731   8  95  |  0   0   0   0   0   any id would do
     positions      |  40   7 112  |  0   0   0   0   0
-    slots written  | 648  23 320  |  S   S   S   S   S   the scratch slot, which nobody reads
-    tiles          | as kernels.py cuts them, then tiles of no tokens: nobody attends for padding
+    slots written  | 648  23 320  |  S   S   S   S   S   the scratch slot, which is never read
+    tiles          | as kernels.py cuts them, then tiles of no tokens: padding does not attend
 
-What a padded token computes is garbage in its own row: no row looks at another but through
-attention, and its key and value are nobody's. Sizes count tokens, not requests, so a step
-that verifies drafts replays the same graphs as one that only decodes. The output head stays
-outside: it is one product, and only over the rows that are due.
+Sizes count tokens, not requests, so a step that verifies drafts replays the same graphs as one that
+only decodes. The output head stays outside: it is one product, and only over the rows that sample.
 """
 
 from __future__ import annotations
@@ -57,10 +55,8 @@ def wants_graphs(model, cuda_graphs: bool | Literal["auto"]) -> bool:
 class StepGraphs:
     """The recorded forwards of a model over one store, by size; each is recorded when it is first needed."""
 
-    def __init__(
-        self, model, storage, block_size: int, scratch_slot: int, most_tokens: int, most_blocks: int,
-        record: Recorder | None = None,
-    ) -> None:
+    def __init__(self, model, storage, block_size: int, scratch_slot: int, most_tokens: int, most_blocks: int,
+                 record: Recorder | None = None) -> None:
         """most_blocks: of one request. record: what makes a graph; by default CUDA does."""
         self.model, self.storage, self.block_size, self.scratch_slot = model, storage, block_size, scratch_slot
         self.sizes = graph_sizes(most_tokens)
@@ -92,10 +88,7 @@ class StepGraphs:
 
     @torch.inference_mode()
     def record_all(self) -> None:
-        """Record every size before anybody waits for it, over padding alone; the largest first, whose memory all share.
-
-        No step may be under way.
-        """
+        """Record every size over padding alone, the largest first, whose memory all share. No step may be under way."""
         for size in reversed(self.sizes):
             self.inputs.zero_()
             self.inputs[2 * size : 3 * size] = self.scratch_slot
@@ -106,17 +99,12 @@ class StepGraphs:
         padding = (0, size - len(tokens))
         rows = torch.arange(len(step.count))
         tiles = self.kernels.make_tiles(rows, step.first, step.start, step.count, self.tile_tokens)  # [T, 4], T <= N
-        inputs, tables = to_device(
-            [
-                torch.cat((
-                    F.pad(tokens, padding), F.pad(step.positions, padding),
-                    F.pad(step.new_slots, padding, value=self.scratch_slot),
-                    F.pad(tiles, (0, 0, 0, size - len(tiles))).flatten(),
-                )),
-                step.tables,
-            ],
-            self.inputs.device,
-        )
+        padded = torch.cat((
+            F.pad(tokens, padding), F.pad(step.positions, padding),
+            F.pad(step.new_slots, padding, value=self.scratch_slot),
+            F.pad(tiles, (0, 0, 0, size - len(tiles))).flatten(),
+        ))
+        inputs, tables = to_device([padded, step.tables], self.inputs.device)
         self.inputs[: 7 * size].copy_(inputs)
         self.tables[: len(tables), : tables.shape[1]].copy_(tables)
 
@@ -129,7 +117,7 @@ class StepGraphs:
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share their memory, since no two of them run at once."""
+    """Records CUDA graphs that share their memory, since no two of them run concurrently."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()

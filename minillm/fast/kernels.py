@@ -1,28 +1,24 @@
 """Cached attention on a GPU: three Triton kernels that read the store where it lies.
 
-The plain path gathers every row's keys and values, in fp32 where they were quantised, and
-reads that copy again. Here a program looks its slots up in the block table, loads the codes
-and turns them into numbers in registers: what is stored is read once, and nothing is copied.
+The plain path gathers every row's keys and values, and reads that copy again. Here a program looks its
+slots up in the block table, loads the codes and turns them into numbers in registers.
 
     store    one program a (token, KV head): quantise the new key and value, write them
     attend   one program a (tile, KV head, part of the context): online softmax over its keys
     combine  one program a (tile, KV head, query): merge the parts
 
-A tile is up to BLOCK_M queries of one row that read the same keys: some of its new tokens,
-times the G query heads that share a KV head. So a key is loaded once for G heads, and a
-prompt's tile is a matrix product. Matrix units want 16 rows at least: a decoding row of G
-queries fills the rest of its 16 with zeros, which costs nothing, since it waits for memory.
+A tile is up to BLOCK_M queries of one row that read the same keys: some of its new tokens, times the G
+query heads that share a KV head. Matrix units want 16 rows at least: a decoding row of G queries fills
+the rest of its 16 with zeros, which costs nothing, since it waits for memory.
 
     queries of a tile, G = 2       token 0 head 0 | token 0 head 1 | token 1 head 0 | ...
 
-One row of a long context would occupy Hkv programs and leave the chip idle. So where tiles
-are few, the context is cut into SPLITS parts, attended apart and combined (flash-decoding:
-Dao et al., 2023). Tiles and parts depend on the numbers of tokens alone, so that a CUDA
-graph can be replayed as contexts grow.
+One row of a long context would occupy Hkv programs and leave the chip idle. So where tiles are few, the
+context is cut into SPLITS parts, attended apart and combined (flash-decoding: Dao et al., 2023). Tiles
+and parts depend on the numbers of tokens alone, so that a CUDA graph can be replayed as contexts grow.
 
-Letters as in attention.py; and S keys at a time, D head_dim, padded to a power of two where
-it is none. Every load is masked to the tokens that the row has stored: what an unused slot
-holds, NaN included, never enters a register.
+Letters as in attention.py; and S keys at a time, D head_dim, padded to a power of two. Every load is
+masked to the tokens that the row has stored: what an unused slot holds, NaN included, is never loaded.
 """
 
 from __future__ import annotations
@@ -40,6 +36,7 @@ from minillm.fast.device import to_device
 
 SHORT_TILE, LONG_TILE = 16, 64  # BLOCK_M of rows with few new tokens, and of prompts
 KEYS = {1: 64, 2: 64, 4: 32}  # S, by the bytes of a model's number: two tiles of keys and values fit shared memory
+DOT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 PROGRAMS = 512  # to fill a chip: about four for each multiprocessor of an H100
 MOST_SPLITS = 64
 
@@ -65,7 +62,7 @@ def e4m3_encode(x):
     """|x| <= 448 in fp32 -> the bits of the nearest e4m3, on cards without fp8 too."""
     bits = x.to(tl.int32, bitcast=True)
     power = (bits & 0x7F800000).to(tl.float32, bitcast=True)  # 2**floor(log2 |x|)
-    step = tl.maximum(power, 0.015625) * 0.125  # three bits behind the leading one; below 2**-6 none leads
+    step = tl.maximum(power, 0.015625) * 0.125  # three bits after the leading one; below 2**-6 none leads
     size = round_even(tl.div_rn(tl.abs(x), step)) * step * 0.00390625  # exact from here on
     return ((bits >> 24) & 0x80 | size.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32) >> 7).to(tl.uint8)
 
@@ -160,12 +157,10 @@ def part_length(stored, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
 
 @triton.jit
 def load_tile(tiles, tile):
-    """Row, first token, its position, tokens: in 32 bits, in which positions are cheaper to reckon with."""
+    """Row, first token, its position, tokens: in 32 bits, in which positions are cheaper to compute with."""
     at = tiles + 4 * tile
-    return (
-        tl.load(at).to(tl.int32), tl.load(at + 1).to(tl.int32), tl.load(at + 2).to(tl.int32),
-        tl.load(at + 3).to(tl.int32),
-    )
+    row, first = tl.load(at).to(tl.int32), tl.load(at + 1).to(tl.int32)
+    return row, first, tl.load(at + 2).to(tl.int32), tl.load(at + 3).to(tl.int32)
 
 
 @triton.jit
@@ -278,18 +273,11 @@ def tile_tokens(block_m: int, query_group: int) -> tuple[int, int]:
     return block_m, block_m // query_group
 
 
-def splits_for(tiles: int, kv_heads: int) -> int:
-    """Parts of every context, so that even a few tiles give the chip enough programs."""
-    return max(1, min(MOST_SPLITS, PROGRAMS // (tiles * kv_heads)))
-
-
 class StepKernels:
-    """The launches of one step (a `CacheView`): where its tokens go, and what its tiles read.
-
-    new_slots [N], tables [B, widest] and the tiles' fields are int64 tensors on the device.
-    """
+    """The launches of one step (a `CacheView`): where its tokens go, and what its tiles read."""
 
     def __init__(self, storage, new_slots: Tensor, tables: Tensor, tiles: Sequence[Tiles], block_size: int) -> None:
+        """new_slots [N], tables [B, widest] and the tiles' fields are int64 tensors on the device."""
         self.storage, self.new_slots, self.tables, self.block_size = storage, new_slots, tables, block_size
         self.tiles = [some for some in tiles if len(some.fields)]
 
@@ -315,7 +303,8 @@ class StepKernels:
     def _attend(self, tiles: Tiles, q: Tensor, out: Tensor, numbers: tuple, shape: dict) -> None:
         """Attend the queries of these tiles, and write their places of `out`."""
         count, kv_heads, block_m = len(tiles.fields), shape["HEADS"], tiles.block_m
-        splits = splits_for(count, kv_heads)
+        dot = tl.float32 if triton.knobs.runtime.interpret else DOT_TYPES[q.dtype]  # the interpreter has no other
+        splits = max(1, min(MOST_SPLITS, PROGRAMS // (count * kv_heads)))  # enough programs, even of a few tiles
         parts = part_scores = out  # not touched where there is one part
         if splits > 1:
             part_scores = torch.empty(count, kv_heads, splits, block_m, dtype=torch.float32, device=q.device)
@@ -325,7 +314,7 @@ class StepKernels:
         attend_kernel[(count, kv_heads, splits)](
             q, out, parts, part_scores, tiles.fields, self.tables, *numbers, *q.stride()[:2],
             self.tables.stride(0), q.shape[2] ** -0.5, **sizes, BLOCK_SIZE=self.block_size,
-            FORMAT=shape["FORMAT"], GROUP=shape["GROUP"], DOT=dot_type(q.dtype), num_warps=4, num_stages=3,
+            FORMAT=shape["FORMAT"], GROUP=shape["GROUP"], DOT=dot, num_warps=4, num_stages=3,
         )
         if splits > 1:
             combine_kernel[(count, kv_heads, block_m)](
@@ -351,10 +340,3 @@ def raw_tensors(store, layer: int) -> tuple[Tensor, Tensor, Tensor]:
     codes = store.numbers if hasattr(store, "numbers") else store.codes
     scales, minima = getattr(store, "scales", codes), getattr(store, "minima", codes)
     return codes[layer], scales[layer], minima[layer]
-
-
-def dot_type(dtype: torch.dtype):
-    """What the matrix products multiply: the model's own numbers, on which Triton's interpreter wants fp32."""
-    if triton.knobs.runtime.interpret:
-        return tl.float32
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]

@@ -9,30 +9,23 @@ import torch
 from torch import Tensor
 
 from minillm.fast.device import triton_module
-from minillm.fast.packed import Packing, make_linear, weight_bytes
+from minillm.fast.packed import make_linear, weight_bytes
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 
 
 class FastLlama(Llama):
-    """`Llama` with the quickest layers that its device has; what `load_model` returns.
-
-    weight_format: "int8" or "int4" after `quantize_weights`, else None.
-    """
+    """`Llama` with the quickest layers that its device has; what `load_model` returns."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        tensors: Mapping[str, Tensor],
-        device: str | torch.device = "cpu",
-        dtype: torch.dtype = torch.float32,
-        packed: Packing = "auto",
+        self, config: ModelConfig, tensors: Mapping[str, Tensor], device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32, packed: bool = True,
     ) -> None:
         """packed: see `make_linear`."""
         self.linear = partial(make_linear, packed=packed)
         if fused := triton_module("minillm.fast.fused", torch.device(device)):
             self.layer = fused.FusedLayer
-        self.weight_format: str | None = None
+        self.weight_format: str | None = None  # "int8" or "int4" after `quantize_weights`
         super().__init__(config, tensors, device, dtype)
 
     @property

@@ -1,15 +1,13 @@
 """Matrix-vector products on an x86 CPU: where nearly all the time of a decode step goes.
 
 At few rows a linear layer is bound by reading its weights, yet PyTorch's default fp32 path on x86
-reaches a third of the memory bandwidth there: it re-arranges the weights into the blocks its kernel
-wants at every call. oneDNN can do that once, when the model is loaded. `PackedLinear` does; the
-plain `Linear` of model/llama.py is the only one elsewhere.
+reaches a third of the memory bandwidth: it re-arranges the weights for its kernel at every call.
+oneDNN can do that once, when the model is loaded.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,17 +15,11 @@ from torch.nn import functional as F
 
 from minillm.model.llama import Linear
 
-Packing = bool | Literal["auto"]
-
 ROWS_HINT = 8  # oneDNN chooses its block layout for about this many rows; it is fast from 1 to 512
 
 
 class PackedLinear:
-    """The same product over weights that oneDNN has packed once (x86 CPUs, fp32).
-
-    Keeps only the packed copy. The operators are private to PyTorch, so `can_pack` tries
-    them before anyone relies on them.
-    """
+    """The same product over fp32 weights that oneDNN has packed once; only the packed copy is kept."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
@@ -46,7 +38,7 @@ class PackedLinear:
 
 @cache
 def can_pack() -> bool:
-    """True where this PyTorch has oneDNN's packed linear and it agrees with the plain one."""
+    """Whether oneDNN's packed linear, whose operators are private to PyTorch, is here and agrees with the plain one."""
     weight = torch.arange(48.0).view(6, 8) / 48  # [out, in]
     x = torch.linspace(-1, 1, 24).view(3, 8)  # [N, in]
     try:
@@ -56,21 +48,10 @@ def can_pack() -> bool:
     return torch.allclose(packed, F.linear(x, weight, torch.ones(6)), atol=1e-5)
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None, packed: Packing = "auto") -> Linear | PackedLinear:
-    """The fastest layer this device has for `weight` [out, in].
-
-    packed: True insists (RuntimeError where it cannot be), False keeps the plain path,
-    "auto" packs fp32 weights on a CPU that supports it.
-    """
+def make_linear(weight: Tensor, bias: Tensor | None = None, packed: bool = True) -> Linear | PackedLinear:
+    """The layer for `weight` [out, in]: with `packed`, a packed one where the weights are fp32 on a CPU that packs."""
     fits = weight.device.type == "cpu" and weight.dtype == torch.float32
-    if packed is True and not (fits and can_pack()):
-        raise RuntimeError(
-            f"packed=True needs fp32 weights on an x86 CPU with oneDNN; these are {weight.dtype} on {weight.device}: "
-            "use packed='auto'"
-        )
-    if packed and fits and can_pack():
-        return PackedLinear(weight, bias)
-    return Linear(weight, bias)
+    return PackedLinear(weight, bias) if packed and fits and can_pack() else Linear(weight, bias)
 
 
 def weight_bytes(linear) -> int:

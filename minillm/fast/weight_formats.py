@@ -3,10 +3,9 @@
     int8   w = q s, q of -127 to 127             a scale per output channel        8.03 bits
     int4   w = (q - 8) s + m, q of 0 to 15       a scale and a middle per 64       4.5 bits
 
-Scales and middles are bf16, since PyTorch's CPU kernels want them so. Those kernels read the codes,
-round the activations to bf16, and win at few rows; at many rows the arithmetic decides and fp32 is
-faster. Where there is no kernel, weights are dequantised for each product: that saves memory and
-costs time.
+Scales and middles are bf16, as PyTorch's CPU kernels require. Those kernels round the activations to
+bf16, and win at few rows; at many rows fp32 is faster. Without a kernel, weights are dequantised for
+each product: that saves memory and costs time.
 """
 
 from __future__ import annotations
@@ -49,43 +48,51 @@ def int4_dense(codes: Tensor, scales: Tensor, middles: Tensor) -> Tensor:
     return (steps * scales.float()[..., None] + middles.float()[..., None]).flatten(1)
 
 
-class Int8Linear:
-    """The same product over weights in int8, with a scale per output channel."""
+class QuantizedLinear:
+    """The same product over a weight [out, in] in fewer bits, which a subclass has as `product`."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.codes, self.scales = int8_weight(weight)
-        self.bias, self.has_kernel = bias, kernel_fits(weight)
-        self.weight_bytes = sum(t.nbytes for t in (self.codes, self.scales, bias) if t is not None)
+    def __init__(self, codes: Tensor, scales: Tensor, bias: Tensor | None, has_kernel: bool) -> None:
+        self.codes, self.scales, self.bias, self.has_kernel = codes, scales, bias, has_kernel
+        self.weight_bytes = codes.nbytes + scales.nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [N, in] -> [N, out]."""
-        if not (self.has_kernel and len(x) <= FEW_ROWS):
-            return F.linear(x, (self.codes.float() * self.scales.float()[:, None]).to(x.dtype), self.bias)
-        out = torch.ops.aten._weight_int8pack_mm(x.bfloat16(), self.codes, self.scales).to(x.dtype)
+        out = self.product(x).to(x.dtype)
         return out if self.bias is None else out + self.bias
 
 
-class Int4Linear:
-    """The same product over weights in int4. Keeps one copy of the codes: the kernel's, where there is a kernel."""
+class Int8Linear(QuantizedLinear):
+    """Weights in int8, with a scale per output channel."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        group = even_group("a row of", weight.shape[1], WEIGHT_GROUP)
-        codes, scales, middles = int4_weight(weight, group)
-        self.group, self.bias, self.has_kernel = group, bias, group == WEIGHT_GROUP and kernel_fits(weight)
-        if self.has_kernel:
-            self.codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)  # [out, in / 2]
-            self.scales = torch.stack((scales, middles), dim=-1).transpose(0, 1).contiguous()  # [in / group, out, 2]
-        else:
-            self.codes = pack_nibbles(codes)  # [out, in / 2]
-            self.scales = torch.stack((scales, middles))  # [2, out, in / group]
-        self.weight_bytes = sum(t.nbytes for t in (self.codes, self.scales, bias) if t is not None)
+        super().__init__(*int8_weight(weight), bias, kernel_fits(weight))
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [N, in] -> [N, out]."""
-        if not self.has_kernel:
-            return F.linear(x, int4_dense(unpack_nibbles(self.codes), *self.scales).to(x.dtype), self.bias)
-        rows = torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), self.codes, self.group, self.scales)
-        return rows.to(x.dtype) if self.bias is None else rows.to(x.dtype) + self.bias
+    def product(self, x: Tensor) -> Tensor:
+        """x [N, in] -> [N, out], before the bias."""
+        if self.has_kernel and len(x) <= FEW_ROWS:
+            return torch.ops.aten._weight_int8pack_mm(x.bfloat16(), self.codes, self.scales)
+        return F.linear(x, (self.codes.float() * self.scales.float()[:, None]).to(x.dtype))
+
+
+class Int4Linear(QuantizedLinear):
+    """Weights in int4. Keeps one copy of the codes: the kernel's, where there is a kernel."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.group = even_group("a row of", weight.shape[1], WEIGHT_GROUP)
+        codes, scales, middles = int4_weight(weight, self.group)
+        has_kernel = self.group == WEIGHT_GROUP and kernel_fits(weight)
+        if has_kernel:
+            codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)  # [out, in / 2]
+            scales = torch.stack((scales, middles), dim=-1).transpose(0, 1).contiguous()  # [in / group, out, 2]
+        else:
+            codes, scales = pack_nibbles(codes), torch.stack((scales, middles))  # [out, in / 2], [2, out, in / group]
+        super().__init__(codes, scales, bias, has_kernel)
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [N, in] -> [N, out], before the bias."""
+        if self.has_kernel:
+            return torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), self.codes, self.group, self.scales)
+        return F.linear(x, int4_dense(unpack_nibbles(self.codes), *self.scales).to(x.dtype))
 
 
 def kernel_fits(weight: Tensor) -> bool:
@@ -96,7 +103,7 @@ def kernel_fits(weight: Tensor) -> bool:
 
 @cache
 def has_kernels() -> bool:
-    """True where this PyTorch has the CPU kernels for int8 and int4 weights. They are private, so they are tried."""
+    """Whether this PyTorch has the CPU kernels for int8 and int4 weights, which are private: they are tried."""
     codes, x = torch.arange(16 * 64, dtype=torch.int32).view(16, 64) % 16, torch.ones(1, 64, dtype=torch.bfloat16)
     scales, ones = torch.ones(1, 16, 2, dtype=torch.bfloat16), torch.ones(16, dtype=torch.bfloat16)
     try:
@@ -114,10 +121,9 @@ WEIGHT_FORMATS = {"int8": (Int8Linear, Int8Linear), "int4": (Int4Linear, Int8Lin
 def quantize_weights(model: FastLlama, weight_format: str) -> FastLlama:
     """A model with the same embedding and norms, whose matrices are stored in `weight_format`: "int8" or "int4".
 
-    A tied embedding is untied on purpose: as a table it stays as it is, since a step reads one
-    row of it per token, and as the head it becomes int8 in both formats, since an error there
-    reaches the logits undiminished. `model` is left alone. Raises ValueError for an unknown
-    format, or a model that was quantised before.
+    A tied embedding is untied: the table stays as it is, since a step reads one row of it per token; the
+    head becomes int8 in both formats, since its errors reach the logits undiminished. `model` is not
+    changed. Raises ValueError for an unknown format, or a model that was quantised before.
     """
     if weight_format not in WEIGHT_FORMATS:
         raise ValueError(f"unknown weight format {weight_format!r}; known: {', '.join(WEIGHT_FORMATS)}")

