@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 import tracemalloc
@@ -12,6 +13,7 @@ from fakes import BLOCK_SIZE, busy_engines, expected_output, fake_engine, on_ran
 from hypothesis import given
 
 from minillm.extras.bounded_records import BoundedRecords, Histogram
+from minillm.extras.trace import to_chrome_trace
 from minillm.fast.engine import Engine
 from minillm.ladder.records import Records
 from minillm.ladder.request import SamplingParams
@@ -225,6 +227,38 @@ def test_a_run_that_is_cut_at_its_stop_counts_up_to_the_stop():
     assert engine.records.totals["output_tokens"] == 3
     assert engine.records.requests[0].token_times == [1, 1, 1]
 
+
+
+# -- the trace ------------------------------------------------------------------------------------
+
+
+def test_a_trace_is_json_with_no_negative_durations(tmp_path):
+    engine = fake_engine(blocks=5, seconds=0.25, max_batch=2)
+    for name in (1, "1"):
+        engine.add([1, 2, 3, 4], params(12), name)
+    engine.add([5], params(3), "late", arrival=2.0)
+    engine.add([5], params(0), "no token")
+    engine.add([6], params(3), "aborted while waiting")
+    engine.add([7], params(3), "aborted before it came", arrival=99.0)
+    engine.step()
+    engine.abort("aborted while waiting")
+    engine.abort("aborted before it came")
+    run(engine)
+    to_chrome_trace(engine.records, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {(event["ph"], event["pid"]) for event in events} == {("X", 0)}
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in events)
+    lines: dict[int, list[dict]] = {}
+    for event in events:
+        lines.setdefault(event["tid"], []).append(event)
+    forwards = [(250_000 * number, 250_000) for number in range(len(engine.records.steps))]
+    assert [(event["ts"], event["dur"]) for event in lines.pop(0)] == forwards  # microseconds
+    by_request = {line[0]["args"]["request"]: line for line in lines.values()}
+    assert len(lines) == 6  # each request has a line of its own, and "1" and 1 have two
+    for line in lines.values():
+        assert len({event["args"]["request"] for event in line}) == 1
+        assert all(event["ts"] + event["dur"] == after["ts"] for event, after in itertools.pairwise(line))
+    assert [event["name"] for event in by_request["late"]] == ["waiting", "prefill", "decode"]
 
 
 # -- summary --------------------------------------------------------------------------------------
