@@ -228,7 +228,8 @@ def test_nbval_fails_on_a_wrong_number_and_on_nothing_else(good, tmp_path):
 
 
 # A fault that no error betrays: values have no part in the cache's bytes.
-RIGHT, FAULT = "return 2 * config.num_hidden_layers *", "return config.num_hidden_layers *"
+RIGHT = 'return kv_storage(config, kv_format, 1, "meta").nbytes'
+FAULT = f"{RIGHT} // 2"
 
 
 def test_nbval_fails_on_a_fault_planted_in_the_package(tmp_path):

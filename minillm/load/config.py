@@ -7,6 +7,7 @@ this package cannot compute faithfully is refused here, by name, before any weig
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from minillm.model import config
@@ -17,6 +18,7 @@ NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
 OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")
 
 
+@dataclass(frozen=True)
 class ModelConfig(config.ModelConfig):
     """The model's shape, with the two ways to get one. Raises ValueError for a shape that cannot be."""
 

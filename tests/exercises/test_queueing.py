@@ -12,6 +12,7 @@ from minillm.course.grading.queueing import (
     serve,
     server,
 )
+from minillm.guard.invariants import check_pool
 from minillm.measure.workload import play
 
 
@@ -32,7 +33,7 @@ def test_books_balance_whatever_the_order():
     while engine.has_work:
         engine.step()
         if len(engine.records.steps) % 20 == 0:  # the pool is large
-            pool.check_invariants(request.block_table for request in engine.scheduler.running)
+            check_pool(pool, (request.block_table for request in engine.scheduler.running))
         assert len(engine.scheduler.running) <= engine.scheduler.max_batch
     assert pool.num_live == 0 and len(engine.records.requests) == 100
 

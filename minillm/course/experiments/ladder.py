@@ -33,10 +33,10 @@ from minillm.measure.workload import WorkItem, lognormal, play_by_step
 MARGIN_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.5}
 
 TURNS = 3
-REQUESTS, MAX_TOKENS = 36, 24  # by default; an answer's cap is what a slot must reserve
-CAP_OVER_MEAN = 3  # answers are a third of their cap on average, and vary as chats do: CV 1 before the cap cuts them
-SEED = 142  # with it the first six answers are on average as long as all of them, so that rung 1 compares with rung 2
-SLOTS = 5  # of the longest request, in the default memory
+REQUESTS, MAX_TOKENS = 36, 72  # by default; an answer's cap is what a slot must reserve
+CAP_OVER_MEAN = 6  # answers are a sixth of their cap on average, and vary as chats do: CV 1
+SEED = 0
+SLOTS = 6  # of the longest request, in the default memory
 DRAFTS = 8  # a row, on rung 6
 COPIED_TOKENS = 32  # of the answer that copies
 

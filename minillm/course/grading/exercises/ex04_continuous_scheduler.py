@@ -235,7 +235,7 @@ def as_the_package(Scheduler):
         lives = [(str(i), draw.randint(1, 14), draw.randint(1, 6), draw.randint(0, 12)) for i in range(9)]
         mine = Scheduler(4, budget)
         theirs = continuous.Scheduler(
-            continuous.ContinuousBatching(), Paged(BlockPool(99, 16), prefix_cache=False), 4, budget, max_context=99
+            continuous.ContinuousBatching(), Paged(BlockPool(99, 16), prefix_cache=False), 4, budget
         )
         for turn in range(60):
             for name, prompt, answer, arrival in lives:
