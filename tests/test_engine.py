@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from fakes import BLOCK_SIZE, FakeTokenizer, NoProposer, expected_output, fake_engine, outputs, steps
+from serving import make_engine, run_to_end
+from tiny import tiny_model
 
 from minillm.fast.engine import Engine
 from minillm.guard.inputs import RequestError
@@ -544,3 +546,27 @@ def test_stats_add_up_to_the_pool():
     stats = engine.stats()
     assert (stats.blocks_live, stats.blocks_cached, stats.blocks_free) == (0, 2, 8)
     assert (stats.waiting, stats.running, stats.arriving) == (0, 0, 1)
+
+
+@pytest.mark.parametrize("ids", [(7,), [7], {7}, torch.tensor([7]), np.array([7, 9]), torch.tensor(7)], ids=str)
+def test_stop_ids_of_any_library_end_the_answer(ids):
+    engine = fake_engine(say=lambda request: [request.num_output + 5])
+    assert engine.generate([[1, 2]], SamplingParams(9, stop_ids=ids))[0].token_ids == [5, 6, 7]
+
+
+@pytest.mark.parametrize("ids", ["7", 7.0, [7.0], ["7"], [True], [[7]], [None], object()], ids=str)
+def test_stop_ids_that_are_no_ids_are_refused(ids):
+    with pytest.raises(RequestError, match="stop_ids"):
+        SamplingParams(9, stop_ids=ids)
+
+
+@pytest.mark.parametrize("seed", [np.int64(1), np.uint8(1), torch.tensor(1)], ids=repr)
+def test_a_seed_of_another_library_is_the_number_that_it_is(seed):
+    """Beside a healthy request, whose tokens do not change."""
+    texts = []
+    for own in (1, seed):
+        engine = make_engine(tiny_model())
+        engine.add([1, 2, 3], SamplingParams(6, temperature=1.0, seed=own), "own")
+        engine.add([4, 5], SamplingParams(6), "other")
+        texts.append(run_to_end(engine))
+    assert texts[0] == texts[1]

@@ -12,10 +12,9 @@ def add_ladder(commands) -> None:
     """The parser of `minillm ladder`."""
     parser = commands.add_parser("ladder", help="run every rung on the same chat requests and print the table")
     add_model(parser)
-    parser.add_argument("--requests", type=int, default=36, help="chat requests, all at the start (default: 36)")
-    parser.add_argument("--max-tokens", type=int, default=24,
-                        help="cap on each answer; on average they are a third of it (default: 24)")
-    parser.add_argument("--kv-memory", type=int, metavar="BYTES", help="of rungs 2 to 5 (default: 5 longest slots)")
+    parser.add_argument("--requests", type=int, help="chat requests, all at the start")
+    parser.add_argument("--max-tokens", type=int, help="cap on each answer; on average they are a sixth of it")
+    parser.add_argument("--kv-memory", type=int, metavar="BYTES", help="of rungs 2 to 5 (default: six longest slots)")
     add_outputs(parser)
     parser.set_defaults(run=in_course("ladder"))
 

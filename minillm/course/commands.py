@@ -116,7 +116,8 @@ def ladder(arguments) -> int:
 
     check_at_least(1, requests=arguments.requests, max_tokens=arguments.max_tokens)
     model, tokenizer = load_model(arguments.model), load_tokenizer(arguments.model)
-    items = rungs.chat_requests(tokenizer, arguments.requests, arguments.max_tokens)
+    requests, max_tokens = arguments.requests or rungs.REQUESTS, arguments.max_tokens or rungs.MAX_TOKENS
+    items = rungs.chat_requests(tokenizer, requests, max_tokens)
     print(f"{arguments.model} in {native_format(model.dtype)} on {device_name(model.device)}")
     print(f"{rungs.describe(items)}. Every rung, {rungs.TURNS} times in turns:", flush=True)
     result = rungs.ladder(model, tokenizer, arguments.model, items, arguments.kv_memory, _bar_or_line)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.model.llama import CacheView, DecoderLayer, Rotation, rms_norm
+from minillm.model.llama import CacheView, CosSin, DecoderLayer, rms_norm
 
 COLUMNS = 1024  # of a block of `gate`
 
@@ -100,7 +100,7 @@ def gate(both: Tensor) -> Tensor:
 class FusedLayer(DecoderLayer):
     """A decoder layer with these kernels between its matrices."""
 
-    def forward(self, x: Tensor, rotation: Rotation, cache: CacheView) -> Tensor:
+    def forward(self, x: Tensor, rotation: CosSin, cache: CacheView) -> Tensor:
         """x [N, H] -> [N, H]."""
         eps = self.config.rms_norm_eps
         q, k, v = self.project(rms_norm(x, self.attention_norm, eps), rotation)
@@ -108,6 +108,6 @@ class FusedLayer(DecoderLayer):
         x, normed = add_norm(x, self.output(attended.flatten(1)), self.mlp_norm, eps)  # two of [N, H]
         return x + self.down(gate(self.gate_up(normed)))
 
-    def rotate(self, heads: Tensor, rotation: Rotation) -> Tensor:
+    def rotate(self, heads: Tensor, rotation: CosSin) -> Tensor:
         """Queries and keys [N, Hq + Hkv, D], normalised first where the model does that -> the same, rotated."""
         return rotate(heads, rotation, self.head_norm, self.config.rms_norm_eps)

@@ -2,15 +2,15 @@
 
 `engine` and `params` are the ladder's Engine and SamplingParams, which import this file.
 
-A request is checked once, in `Engine.add`, before anything is changed: what can never run must not
-look like what cannot run yet. Nothing further in has to ask again.
+A request is checked once, when the engine makes it and before anything is changed: one that can never
+run is refused, or it would wait for ever.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
 
@@ -73,8 +73,12 @@ def check_sampling(params) -> None:
             raise RequestError(f"{name} {value!r} is not a number")
     if not all(isinstance(stop, str) for stop in params.stop):
         raise RequestError(f"stop strings are texts, not {params.stop!r}; token ids belong in stop_ids")
-    if isinstance(params.stop_ids, str) or not isinstance(params.stop_ids, Collection | None):
+    if isinstance(params.stop_ids, str) or not (params.stop_ids is None or isinstance(params.stop_ids, Iterable)):
         raise RequestError(f"stop_ids {params.stop_ids!r} is not a collection of token ids; texts belong in stop")
+    if params.stop_ids is not None:
+        ids = params.stop_ids.tolist() if hasattr(params.stop_ids, "tolist") else params.stop_ids
+        ids = [ids] if isinstance(ids, int) else ids
+        object.__setattr__(params, "stop_ids", frozenset(whole_number(id, at, "stop_ids") for at, id in enumerate(ids)))
     check_ranges(params)
 
 
@@ -127,7 +131,7 @@ def token_ids(engine, prompt: Sequence[int] | str) -> list[int]:
         if engine.tokenizer is None:
             raise RequestError("a prompt of text needs a tokenizer: Engine(model, tokenizer); or pass token ids")
         return engine.tokenizer.encode(prompt)
-    if isinstance(prompt, range) and prompt:  # as virtual time has: its ends speak for all
+    if isinstance(prompt, range) and prompt:  # the simulator passes ranges: checking both ends is enough
         check_fits(engine, len(prompt), 0)  # before all of it is written out
         low, high = sorted((prompt[0], prompt[-1]))
         if low >= 0 and high < engine.config.vocab_size:
@@ -168,7 +172,7 @@ def check_ids(tokens: list, vocab_size: int) -> list[int]:
     return tokens
 
 
-def whole_number(token, place: int) -> int:
+def whole_number(token, place: int, where: str = "a prompt") -> int:
     """One token id of Python, numpy or torch; RequestError for anything else."""
     try:
         if "bool" not in str(getattr(token, "dtype", type(token))):
@@ -176,7 +180,7 @@ def whole_number(token, place: int) -> int:
     except TypeError:
         pass
     said = f"token {token!r} at place {place} is not a whole number"
-    raise RequestError(f"{said}; a prompt is a list of token ids, or text")
+    raise RequestError(f"{said}; {where} takes token ids" + (", or text" if where == "a prompt" else ""))
 
 
 def one_params_each(prompts, params) -> list[tuple]:

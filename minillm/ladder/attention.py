@@ -4,7 +4,7 @@ A step's tokens lie flat, row after row. Row b brings n_b new tokens; with them 
 stored, of which the new ones are the last:
 
     tokens   |  row 0: n=1  |  row 1: n=1  |  row 2: n=4            |
-    sees     |  S=9         |  S=30        |  S=12: 9, 10, 11, 12   |   (row-causal, with an offset)
+    sees     |  S=9         |  S=30        |  S=12: 9, 10, 11, 12   |   each new token sees all up to itself
 
 The store is one long run of slots, cut into blocks; a row's block table says where its tokens lie:
 
@@ -47,7 +47,7 @@ class KVStorage:
     """Keys and values of all slots. What a slot holds before it is written is undefined, and never read."""
 
     def __init__(self, keys, values, device: str | torch.device, key_transform=None) -> None:
-        """keys, values: a store each. key_transform: rung 5's change of q and k together, before k is stored."""
+        """keys, values: a store each. key_transform: changes q and k before k is stored (rung 5)."""
         self.keys, self.values, self.key_transform = keys, values, key_transform
         self.device, self.nbytes = torch.device(device), keys.nbytes + values.nbytes
 
@@ -74,8 +74,8 @@ def native_storage(config: ModelConfig, slots: int, device: str | torch.device, 
 class RowSpan:
     """A row's part of a step: `count` tokens from position `start`, over the blocks of `block_table`.
 
-    With `stores=False` the new tokens' keys and values go to the scratch slot, which is past the
-    pool's last block, and the row reads what it had stored before.
+    `stores=False`, for the finished rows of a static batch: new keys and values go to the scratch slot, which
+    is past the pool's last block, and the row reads what it had stored before.
     """
 
     start: int

@@ -28,7 +28,7 @@ from minillm.ladder.request import Request
 class ContinuousBatching:
     """Admit at every step; a request that has ended leaves immediately."""
 
-    needs_budget = True  # admit only if this step has budget for it
+    needs_budget = True  # admit a request only if it can feed at least one token now
 
     def is_open(self, running: Sequence[Request]) -> bool:
         """Whether new requests may join at this step."""
@@ -39,14 +39,14 @@ class ContinuousBatching:
         return [request for request in running if request.finished]
 
     def tokens_needed(self, request: Request) -> int:
-        """Tokens that memory must hold at admission: the known ones and one more, or it is preempted soon."""
+        """Tokens that memory must hold at admission: one more than known, or its first decode preempts it."""
         return min(request.num_tokens + 1, request.max_kv)
 
 
 class StaticBatching:
     """Rung 2 as a policy: admit only into an empty batch; hold every row until the longest has ended."""
 
-    needs_budget = False  # the batch closes with this step: a prompt may wait inside it
+    needs_budget = False  # the batch is filled in one step: a prompt may join now and be fed later
 
     def is_open(self, running: Sequence[Request]) -> bool:
         return not running
@@ -66,7 +66,7 @@ class Row:
     request: Request
     start: int
     end: int
-    samples: bool  # is a token sampled after its last one?
+    samples: bool  # its last token is the newest, so a new one is sampled
     idle: bool = False  # a finished row that a static batch still carries
     drafts: list[int] = field(default_factory=list)  # rung 6: guesses that are fed after the tokens
     num_drafts: int = 0  # rung 6: how many there is room for
@@ -108,9 +108,8 @@ class StepPlan:
 class Scheduler:
     """Decides what the next forward computes, and which request holds which memory.
 
-    There are never more rows than budget, so a decoding row gets a token at every step, and the oldest
-    prompt under way at least one token of budget. The queue is first come, first served, and the oldest
-    row is never preempted, so the head of the queue waits for the rows before it and no others.
+    There are never more rows than budget, so a decoding row that is not preempted gets a token at every step,
+    and the oldest prompt under way at least one token of budget. The oldest row is never preempted.
     """
 
     chunked_prefill = True  # `extras/whole_prompts.py` feeds a prompt whole, or lets it wait
@@ -140,7 +139,10 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def plan(self, plan: StepPlan | None = None, decodes: bool = True) -> StepPlan:
-        """The next step, by the three rules at the top of this file. Its rows stay valid until `commit` or `cancel`."""
+        """The next step, by the three rules at the top of this file. Call `commit` or `cancel` before the next.
+
+        plan, decodes: for `extras/whole_prompts.py`, which plans in two passes.
+        """
         plan = plan or StepPlan(budget=self.max_step_tokens)
         for request in list(self.running) if decodes else ():  # 1
             if request.finished and request.num_kv:  # a static batch carries it: it feeds its last stored token again
@@ -173,7 +175,7 @@ class Scheduler:
             plan.add(Row(request, start, end, samples=end == request.num_tokens))
 
     def find_memory(self, request: Request, num_kv: int, plan: StepPlan) -> bool:
-        """Reserve memory for `num_kv` stored tokens, preempting the youngest; False if that was the request itself."""
+        """Reserve memory for `num_kv` stored tokens, preempting the youngest; False if the request itself had to go."""
         while not self.memory.reserve(request, num_kv):
             victim = self.running.pop()
             victim.num_kv_lost = max(victim.num_kv_lost, victim.num_kv)
@@ -186,11 +188,11 @@ class Scheduler:
         return True
 
     def blocks_needed(self, request: Request) -> int:
-        """Blocks that a request must have been granted to run."""
+        """Blocks that a request is promised when it is admitted."""
         return self.memory.pool.blocks_for(self.batching.tokens_needed(request))
 
     def blocks_owed(self) -> int:
-        """Blocks that running requests were granted and have not taken yet."""
+        """Blocks that running requests were promised and have not taken yet."""
         return sum(max(0, self.blocks_needed(request) - len(request.block_table)) for request in self.running)
 
     def commit(self, plan: StepPlan, outputs: Sequence[Sequence[int]]) -> list[tuple[Request, list[int]]]:
@@ -207,10 +209,10 @@ class Scheduler:
             if row.samples:
                 tokens = request.extend(next(outputs))
                 accepted.append((request, tokens))
-                if row.drafts:  # rung 6: all but the last of them were fed
+                if row.drafts:  # rung 6: accepted drafts are stored already, the last token is not
                     request.num_kv += len(tokens) - 1
             self.memory.after_step(request)
-        self.let_go()
+        self.remove_finished()
         return accepted
 
     def cancel(self, plan: StepPlan) -> None:
@@ -222,11 +224,11 @@ class Scheduler:
         """End a request from outside, waiting or running: an abort, or a stop string in its text."""
         request.finish_reason = request.finish_reason or reason
         if request in self.running:
-            self.let_go()
+            self.remove_finished()
         else:
             self.waiting.remove(request)
 
-    def let_go(self) -> None:
+    def remove_finished(self) -> None:
         """Take the requests that leave out of the batch, and their memory back."""
         for request in self.batching.leaving(self.running):
             self.running.remove(request)

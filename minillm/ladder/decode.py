@@ -43,7 +43,7 @@ class NoCache:
 
 
 class SequenceCache:
-    """Keys and values of one sequence, in one contiguous run sized for its longest."""
+    """Keys and values of one sequence in one contiguous buffer. Its user advances `length` after each forward."""
 
     def __init__(self, model: Llama, capacity: int) -> None:
         config = model.config

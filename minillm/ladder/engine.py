@@ -37,10 +37,10 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 class Engine:
     """Serves requests on one model.
 
-    kv_memory: bytes for keys and values; by default what the largest batch could use, at most 1 GiB.
-    max_batch: rows in a step. max_step_tokens: tokens in a step. max_context: prompt and output of one
-    request. storage: makes a KVStorage (rung 5 has others than the model's own dtype). speculator: rung
-    6's. executor, clock: in place of the model and real time.
+    Rung 2 is batching="static", kv="slots"; rung 3 continuous, slots; rung 4 continuous, paged. kv_memory:
+    bytes for keys and values; by default what the largest batch could use, at most 1 GiB. max_batch: rows in
+    a step. max_step_tokens: tokens in a step. max_context: prompt and output of a request. storage: makes a
+    KVStorage (rung 5). speculator: drafts and verifies (rung 6). `fast/engine.py` checks settings.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Engine:
         self.unfinished: dict[RequestId, Request] = {}
         self.streams: dict[RequestId, TextStream] = {}  # of the unfinished, where there is a tokenizer
         self.arrivals: list[tuple[float, int, Request]] = []  # a heap of those still to come
-        self.events: list[TokenEvent] = []  # that no `step` has returned yet
-        self.numbers, self.calls = count(), count()  # of requests: their names and seeds; among equal arrivals, order
+        self.events: list[TokenEvent] = []  # not yet returned by `step`
+        self.numbers, self.calls = count(), count()  # for names and seeds; for the order among equal arrivals
 
     def make_pool(self, storage: Callable[..., KVStorage], memory: int | None, size: int, max_batch: int) -> BlockPool:
         """A pool of as many blocks of `size` tokens as the memory holds."""
@@ -143,7 +143,7 @@ class Engine:
                 self.scheduler.add(request)
             else:  # nothing to compute
                 request.finish_reason = "length"
-                self.give(request, [], "", self.clock.now())
+                self.emit(request, [], "", self.clock.now())
 
     def abort(self, request_id: RequestId) -> None:
         """End a request now and free what it holds; its last event comes with the next step.
@@ -161,7 +161,7 @@ class Engine:
         else:
             self.scheduler.finish(request, "abort")
         stream = self.streams.get(request_id)
-        self.give(request, [], stream.finish() if stream else "", self.clock.now())
+        self.emit(request, [], stream.finish() if stream else "", self.clock.now())
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -171,9 +171,9 @@ class Engine:
         return bool(self.unfinished or self.events)
 
     def step(self) -> list[TokenEvent]:
-        """Run one step; returns what it gave to each request, after what was not returned before.
+        """Run one step; returns the events that are pending, then this step's.
 
-        If the forward raises, the step is undone and every request stays as it was.
+        If the forward raises, no token and no stored key counts; the next step runs the rows again.
         """
         self.wait_for_work()
         if self.scheduler.has_work:
@@ -186,7 +186,7 @@ class Engine:
         return events
 
     def wait_for_work(self) -> None:
-        """Take arrivals; with nothing to run or report, wait for the next one first."""
+        """Queue the arrivals that are due; if idle, sleep until the next one first."""
         if not self.scheduler.has_work and not self.events and self.arrivals:
             self.clock.wait_until(self.arrivals[0][0])
         self.take_arrivals()
@@ -199,7 +199,7 @@ class Engine:
 
     @contextmanager
     def undone_on_error(self, plan: StepPlan) -> Iterator[None]:
-        """Whatever stops a step, also an interrupt, must leave every request as it was."""
+        """If the forward is stopped, also by an interrupt, nothing that it stored counts."""
         try:
             yield
         except BaseException:
@@ -213,13 +213,13 @@ class Engine:
 
     def report(self, plan: StepPlan, counts: dict, accepted: list[tuple[Request, list[int]]]) -> None:
         """Write the records, the text and the events of a committed step."""
-        shown = [(request, *self.show(request, tokens)) for request, tokens in accepted]
+        shown = [(request, *self.to_text(request, tokens)) for request, tokens in accepted]
         self.records.committed(plan, counts, [(request, tokens) for request, tokens, _ in shown])
         for request, tokens, text in shown:
-            self.give(request, tokens, text, plan.end)
+            self.emit(request, tokens, text, plan.end)
 
-    def show(self, request: Request, tokens: list[int]) -> tuple[list[int], str]:
-        """The tokens that count, and the text that is now safe to show: both end with a stop string."""
+    def to_text(self, request: Request, tokens: list[int]) -> tuple[list[int], str]:
+        """The tokens up to a stop string, and the text that is now safe to show."""
         stream, text = self.streams.get(request.id), ""
         if stream is None:
             return tokens, text
@@ -229,11 +229,11 @@ class Engine:
                 if not request.finished:
                     self.scheduler.finish(request, "stop")
                 request.finish_reason = "stop"  # also where the cap fell on the same token
-                request.cut = request.num_tokens - len(tokens) + number  # a static batch may go on feeding the rest
+                request.cut = request.num_tokens - len(tokens) + number  # the rest of an accepted run is dropped
                 return tokens[:number], text
         return tokens, text + (stream.finish() if request.finished else "")
 
-    def give(self, request: Request, tokens: list[int], text: str, now: float) -> None:
+    def emit(self, request: Request, tokens: list[int], text: str, now: float) -> None:
         """Make the event for the user, and close the record of a request that has ended."""
         if request.finished:
             request.timing = self.records.finished(request, now).timing
@@ -262,7 +262,7 @@ class Engine:
     def make_requests(self, prompts: Sequence[Sequence[int] | str], params: Params) -> list[Request]:
         """One request for each prompt, all checked."""
         requests = []
-        for index, (prompt, own) in enumerate(one_params_each(prompts, params or SamplingParams())):
+        for index, (prompt, own) in enumerate(one_params_each(prompts, SamplingParams() if params is None else params)):
             with naming_prompt(index):
                 requests.append(self.make_request(prompt, own))
         return requests

@@ -3,7 +3,7 @@
     plan: rows of (request, tokens to feed, position of the first, is a token sampled after its last?)
       -> flat tokens [N] and positions [N], one forward, logits [R, V] -> one token a row that samples
 
-`measure/virtual.py` has an executor that only lets time pass; `fast/` one that launches ahead.
+`measure/virtual.py` has an executor that only lets time pass.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Clock(Protocol):
 
 
 class Executor(Protocol):
-    """What turns a plan into the new tokens of each row that samples, in the rows' order."""
+    """Turns a plan into the new tokens of each row that samples; without a model it has a `config` too."""
 
     def run(self, plan: StepPlan) -> list[list[int]]: ...
 
@@ -80,7 +80,7 @@ class ModelExecutor:
         return self.forward(tokens, cache, torch.tensor(self.logit_rows(rows), dtype=torch.long))
 
     def logit_rows(self, rows: Sequence[Row]) -> list[int]:
-        """Which of the step's tokens logits are wanted of: each sampling row's last, and in rung 6 its drafts."""
+        """Indices of the tokens whose logits are needed: each sampling row's last, and in rung 6 its drafts too."""
         ends = list(accumulate(row.span.count for row in rows))
         wanted = [range(end - 1 - len(row.drafts), end) for row, end in zip(rows, ends, strict=True) if row.samples]
         return [place for places in wanted for place in places]

@@ -4,7 +4,7 @@ The cache is cut into blocks of a few tokens, and a sequence's block table lists
 holds, in order (PagedAttention: Kwon et al., 2023). A block is taken when a token needs it and
 returned when its last holder leaves. A full block is also entered in an index of prefixes, so
 that a later request that begins with the same tokens can hold it too. A block is in one of
-three states, and the pool is always their sum:
+three states, and live + cached + free is always the whole pool:
 
     live    some block tables hold it; `references` says how many
     cached  no table holds it, but the index still knows its tokens: a hit revives it
@@ -110,7 +110,7 @@ class BlockPool:
         return nodes, blocks
 
     def enter(self, parent: int, tokens: Sequence[int], i: int, block: int) -> int:
-        """Enter `block`, the i-th of `tokens`, under its parent node; returns the node, old where one is known."""
+        """Index `block`, the i-th of `tokens`, under its parent node; returns the node that is indexed."""
         key = (parent, self.block_tokens(tokens, i))
         if key not in self.node_of:
             self.node_of[key] = (self.new_node(), block)
@@ -135,10 +135,10 @@ class Paged:
         self.pool, self.prefix_cache = pool, prefix_cache
 
     def admit(self, request: Request, needed: int, owed: int) -> bool:
-        """Give a waiting request its known prefix, or return False and change nothing.
+        """Attach the request's cached prefix, and take no new block yet; or return False and change nothing.
 
-        needed: blocks for the tokens it brings, which must be available beside the blocks that
-        running requests are `owed`. One token is always left to compute, since logits are not cached.
+        needed: blocks for its tokens. owed: blocks promised to running requests and not yet taken.
+        One token is always left to compute, since logits are not cached.
         """
         nodes, hits = [], []
         if self.prefix_cache:

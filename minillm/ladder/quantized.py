@@ -8,9 +8,9 @@
                       s and m in fp16
 
 Every token and head has scales of its own, so a slot can be written, rolled back and shared without
-reading its neighbours, which a scale over several tokens would not allow. Rounding happens against
-a scale as it is stored. Keys are harder than values: a few of their channels are far larger than
-the rest (KIVI: Liu et al., 2024), so for fp8 and int4 q and k are rotated first. The engine is
+reading its neighbours, which a scale over several tokens would not allow. Values are divided
+by the fp16 scale that is stored. Keys are harder than values: a few of their channels are far larger than
+the rest (KIVI: Liu et al., 2024), so for fp8 and int4 q and k are turned by a `Rotation` first. The engine is
 handed `storage_in` a format and knows nothing else of this file.
 """
 
@@ -95,7 +95,7 @@ def int4_decode(codes: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
 
 
 class CodedStore:
-    """Codes of all slots, and what gives them a meaning, each [L, slots, Hkv, ...]."""
+    """Codes of all slots, and their scales and minima, each [L, slots, Hkv, ...]."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self.tensors, self.nbytes = tensors, sum(tensor.nbytes for tensor in tensors)

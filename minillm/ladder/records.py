@@ -22,7 +22,7 @@ class StepRecord:
     duration: float
     rows: int  # all rows of the forward
     idle_rows: int  # rows of finished requests that a static batch still carried
-    sampled_rows: int  # rows that were given a token, or an accepted run
+    sampled_rows: int  # rows that were given a token, or several (rung 6)
     prompt_tokens: int  # fed for the first time
     decode_tokens: int  # fed for the first time: newest output tokens
     recomputed_tokens: int  # fed again after a preemption
@@ -35,9 +35,10 @@ class StepRecord:
     blocks_live: int
     blocks_cached: int
     blocks_free: int
-    kv_tokens: int  # token slots of live blocks that hold something once the step is done
+    kv_tokens: int  # token slots of live blocks that hold something once the step is done, drafts not counted
     members: tuple[RequestId, ...]  # whose rows these were, in the forward's order
     kinds: tuple[str, ...]  # of each row: "prefill" | "decode" | "recompute" | "idle"
+
 
 COUNTED = ("rows", "idle_rows", "sampled_rows", "prompt_tokens", "decode_tokens", "recomputed_tokens", "output_tokens",
            "drafted_tokens", "accepted_tokens")
@@ -56,7 +57,7 @@ class RequestRecord:
     finish: float | None = None
     finish_reason: str | None = None
     cached_tokens: int = 0  # of the prompt, found in the prefix cache, computed for other requests
-    recovered_tokens: int = 0  # its own, found again in the cache after a preemption
+    recovered_tokens: int = 0  # found in the cache after a preemption, of what it had stored
     preemptions: int = 0
     rounds: int = 0  # verifications of at least one draft
     drafted_tokens: int = 0

@@ -1,7 +1,7 @@
 """What a user asks for, what the engine remembers of it, and what comes back.
 
-The thing to take along is the picture at `Request`: a token is known as soon as it is sampled, its
-keys and values are stored when it is fed, a step later.
+Remember the picture in `Request`: a token is known as soon as it is sampled, its keys and values
+are stored when it is fed, a step later.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from minillm.guard.inputs import check_sampling
 
-GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them overflows
+GREEDY_BELOW = 1e-5  # under this temperature sampling would give the argmax anyway
 
 RequestId = str | int
 
@@ -22,12 +22,12 @@ RequestId = str | int
 class SamplingParams:
     """How to continue one prompt. Raises RequestError for a value that cannot be meant.
 
-    max_tokens: the cap on output tokens, and what a slot must reserve. temperature: 0, or
+    max_tokens: the cap on output tokens, for which `Slots` reserves memory. temperature: 0, or
     anything under `GREEDY_BELOW`, is greedy. top_k, top_p: None keeps all. seed: None takes
     one from the engine's seed and the request's number. stop: strings that end the text,
     which is cut before them. stop_ids: ids that end it, besides the model's EOS ids, which
     `ignore_eos` ignores. stop_after: a hidden end for experiments: after so many tokens the
-    request ends as if the model had said EOS; the scheduler never reads it.
+    request ends as if the model had said EOS; no decision of the scheduler reads it.
     """
 
     max_tokens: int = 64
@@ -81,15 +81,15 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     num_prompt: int = field(init=False)
     max_kv: int = field(init=False)  # the most tokens it can ever store: the last output token is never fed
-    length_limit: float = field(init=False)  # tokens at which it ends, if no stop comes first
-    arrival_number: int = 0  # its place in the queue; of the running requests, the highest is preempted first
+    length_limit: float = field(init=False)  # tokens at which it ends, if no EOS or stop string comes first
+    arrival_number: int = 0  # `waiting` and `running` are in this order; the last is preempted first
     tokens: list[int] = field(default_factory=list)  # prompt and output
     num_kv: int = 0
-    num_kv_lost: int = 0  # stored before a preemption: feeding these again is not progress
+    num_kv_lost: int = 0  # the most it stored before a preemption; only records use it
     block_table: list[int] = field(default_factory=list)
     prefix_nodes: list[int] = field(default_factory=list)  # of its full blocks, in the pool's prefix index
     finish_reason: str | None = None  # "stop" | "length" | "abort"
-    cut: int | None = None  # where a stop string ended the answer, if its last step went on past it
+    cut: int | None = None  # where `tokens` end for the user, if a step gave more after a stop string
     timing: Timing | None = None  # once it has finished
 
     def __post_init__(self) -> None:

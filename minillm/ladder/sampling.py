@@ -38,7 +38,7 @@ def hash_numbers(*columns: int | Sequence[int]) -> np.ndarray:
 
 
 def uniforms(seeds: Sequence[int], indices: Sequence[int], purpose: int = SAMPLE) -> Tensor:
-    """A number in [0, 1) for token `index` of each request [R], in fp64. 32 bits, so that none rounds to 1."""
+    """A number in [0, 1) for token `index` of each request [R], in fp64: the top 32 bits of its hash."""
     return torch.from_numpy((hash_numbers(seeds, indices, purpose) >> np.uint64(32)) / 2**32)
 
 

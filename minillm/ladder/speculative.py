@@ -36,7 +36,7 @@ from minillm.model.config import ModelConfig
 class Proposer(Protocol):
     """What guesses tokens. A guess may be wrong, and may be shorter than asked for; it is never trusted."""
 
-    bytes_per_token: int  # of cache that it needs in every block, beside the target's
+    bytes_per_token: int  # of draft cache, 0 if it has none
 
     def prepare(self, config: ModelConfig, num_blocks: int, block_size: int, attention=StepAttention) -> None:
         """Called once, by the engine that it will serve; raises ValueError where it cannot serve this target."""
@@ -73,7 +73,7 @@ def verify_sampled(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, u_next: Tens
     target = p[rows, accepted]  # [R, V] at the place of the token that follows
     proposed = F.pad(q, (0, 0, 0, 1))[rows, accepted]  # nothing was proposed after the last draft
     residual = (target - proposed).clamp_min(0)
-    empty = residual.sum(-1, keepdim=True) == 0  # p = q up to rounding, and u fell into it
+    empty = residual.sum(-1, keepdim=True) == 0  # rounding left no residual: draw from p
     return accepted, draw(torch.where(empty, target, residual), u_next[rows, accepted])
 
 
@@ -130,7 +130,7 @@ class Speculator:
 
 
 class SpeculativeScheduler(Scheduler):
-    """After the three rules a fourth: decoding rows verify drafts, with the budget and memory that are left."""
+    """A fourth rule: decoding rows verify drafts, with the budget that is left and blocks that no row holds."""
 
     def __init__(self, speculator: Speculator, *parts) -> None:
         super().__init__(*parts)
@@ -143,7 +143,7 @@ class SpeculativeScheduler(Scheduler):
         wanted = self.speculator.draft_length(len(decoding)) if decoding else 0
         for row in decoding:
             request = row.request
-            # a round gives one token more than it accepts drafts, so the last token is never a draft
+            # a round gives accepted + 1 tokens, so drafts are capped at one less than what remains
             number = min(wanted, plan.budget, request.params.max_tokens - request.num_output - 1)
             if number > 0 and self.memory.reserve(request, request.num_tokens + number):
                 row.num_drafts = number
@@ -206,7 +206,7 @@ class NgramIndex:
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = lengths
         self.following: dict[tuple[int, ...], int] = {}  # n-gram -> the place after it
-        self.indexed = 1  # n-grams that end before this place are known
+        self.indexed = 1  # n-grams that end before this place are indexed
 
     def continuation(self, tokens: Sequence[int], number: int) -> list[int]:
         """Up to `number` tokens that followed the latest earlier occurrence of the text's own end."""

@@ -1,4 +1,4 @@
-"""Rung 2: static batches. Eight rows share one read of the weights, and one end.
+"""Rung 2: static batches. The rows of a batch share each read of the weights, and all wait for the longest.
 
 Rung 1's loop over a batch: every prompt is padded to the longest, the cache has a slot for each
 row, and each step feeds one token of every row. Reading the weights is most of a decode step,
@@ -57,7 +57,7 @@ class SlotCache:
 
 
 def decode_static(model: Llama, requests: Sequence[Request], batch_size: int = 8) -> int:
-    """Rung 2: run requests to their ends in batches of `batch_size`, in order -> the idle slot-steps of all."""
+    """Rung 2: run requests, of max_tokens >= 1, in batches of `batch_size`, in order -> all idle slot-steps."""
     batches = [requests[first : first + batch_size] for first in range(0, len(requests), batch_size)]
     return sum(decode_batch(model, batch) for batch in batches)
 
@@ -78,7 +78,7 @@ def decode_batch(model: Llama, batch: Sequence[Request]) -> int:
         finished = sum(request.finished for request in batch)
         if finished == len(batch):
             return idle
-        idle += finished  # each feeds the last token that it has stored again
+        idle += finished  # each finished row feeds its last stored token again
         starts = [request.num_kv - request.finished for request in batch]
         feed = [[request.tokens[start]] for request, start in zip(batch, starts, strict=True)]
 

@@ -6,7 +6,7 @@ begin in one token and end in the next. So a stream shows text only once it can 
     tokens      "He"   "llo"  "\\xf0\\x9f" "\\x98\\x80"  " STO"   "P"            stop=["STOP"]
     shown       "He"   "llo"  ""           "😀"        " "      ends the text
 
-Text is made after the scheduler's commit, and decides only one thing: that a stop string was found.
+Text is made after a step; the only thing it decides is that a stop string ended a request.
 """
 
 from __future__ import annotations

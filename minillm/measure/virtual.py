@@ -252,7 +252,7 @@ class VirtualEngine(Engine):
                 drafted_tokens=0, accepted_tokens=0,
             ))
         for request, tokens in accepted:
-            self.give(request, tokens, "", plan.end)
+            self.emit(request, tokens, "", plan.end)
 
 
 def next_counts(counts: dict, blocks: int) -> dict:

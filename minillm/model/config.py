@@ -16,7 +16,7 @@ class ModelConfig:
     """Everything that decides a model's tensors and arithmetic; no weights.
 
     `head_dim` is not always `hidden_size / num_attention_heads`. `rope_scaling` is None or the
-    llama3 parameters. `eos_token_id` holds every id that ends a text, whichever file named it.
+    llama3 parameters. `eos_token_id` holds every id that ends a text, whether config or tokenizer names it.
     """
 
     vocab_size: int
@@ -26,7 +26,7 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    model_type: str = "llama"  # "mistral", "qwen2" or "qwen3"
+    model_type: str = "llama"  # or "mistral", "qwen2", "qwen3"
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     rope_scaling: Mapping[str, Any] | None = None

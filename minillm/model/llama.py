@@ -24,14 +24,14 @@ from torch.nn import functional as F
 
 from minillm.model.config import ModelConfig
 
-Rotation = tuple[Tensor, Tensor]  # cosines and signed sines, each [N, 1, D]
+CosSin = tuple[Tensor, Tensor]  # cosines and signed sines, each [N, 1, D]
 
 
 class CacheView(Protocol):
     """A KV cache as one forward pass sees it."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k, v [N, Hkv, D], then attend q [N, Hq, D] over all that each token may see -> [N, Hq, D]."""
+        """Keep k, v [N, Hkv, D] if it is a cache, then attend q [N, Hq, D] to all that each token may see."""
         ...
 
 
@@ -58,7 +58,7 @@ class Weights:
         return self.tensors[name].to(device=self.device, dtype=self.dtype)
 
     def linear(self, *names: str):
-        """One layer of several stacked ones, so that one product serves q, k and v."""
+        """Several weight matrices stacked into one Linear, so that one product serves q, k and v."""
         weight = torch.cat([self.tensor(f"{name}.weight") for name in names])
         biases = [self.tensor(f"{name}.bias") for name in names if f"{name}.bias" in self.tensors]
         return self.make_linear(weight, torch.cat(biases) if biases else None)
@@ -72,7 +72,7 @@ class DecoderLayer:
     def __init__(self, config: ModelConfig, weights: Weights, index: int) -> None:
         at = f"model.layers.{index}."
         self.config, self.index = config, index
-        self.qkv = weights.linear(*(f"{at}self_attn.{name}_proj" for name in "qkv"))
+        self.qkv = weights.linear(*(f"{at}self_attn.{name}_proj" for name in ("q", "k", "v")))
         self.output = weights.linear(f"{at}self_attn.o_proj")
         self.gate_up = weights.linear(f"{at}mlp.gate_proj", f"{at}mlp.up_proj")
         self.down = weights.linear(f"{at}mlp.down_proj")
@@ -84,7 +84,7 @@ class DecoderLayer:
             norms = [weights.tensor(f"{at}self_attn.{name}_norm.weight").expand(n, -1) for name, n in heads]
             self.head_norm = torch.cat(norms)  # [Hq + Hkv, D]
 
-    def forward(self, x: Tensor, rotation: Rotation, cache: CacheView) -> Tensor:
+    def forward(self, x: Tensor, rotation: CosSin, cache: CacheView) -> Tensor:
         """x [N, H] -> [N, H]."""
         eps = self.config.rms_norm_eps
         q, k, v = self.project(rms_norm(x, self.attention_norm, eps), rotation)
@@ -92,7 +92,7 @@ class DecoderLayer:
         x = x + self.output(attended.flatten(1))  # [N, H]
         return x + self.down(gate(self.gate_up(rms_norm(x, self.mlp_norm, eps))))
 
-    def project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, rotation: CosSin) -> tuple[Tensor, Tensor, Tensor]:
         """x [N, H] -> q [N, Hq, D] and k [N, Hkv, D], both rotated, and v [N, Hkv, D]."""
         config = self.config
         q_heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -101,7 +101,7 @@ class DecoderLayer:
         q, k = self.rotate(q_and_k, rotation).split((q_heads, kv_heads), dim=1)
         return q, k, v
 
-    def rotate(self, heads: Tensor, rotation: Rotation) -> Tensor:
+    def rotate(self, heads: Tensor, rotation: CosSin) -> Tensor:
         """Queries and keys [N, Hq + Hkv, D], normalised first where the model does that -> the same, rotated."""
         return rotate(heads, rotation, self.head_norm, self.config.rms_norm_eps)
 
@@ -150,11 +150,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def gate(both: Tensor) -> Tensor:
     """both [N, 2 inner], the gate's half first -> silu(gate) * up [N, inner] (Shazeer, 2020)."""
-    gate, up = both.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    gated, up = both.chunk(2, dim=-1)
+    return F.silu(gated) * up
 
 
-def rotate(heads: Tensor, rotation: Rotation, norm: Tensor | None, eps: float) -> Tensor:
+def rotate(heads: Tensor, rotation: CosSin, norm: Tensor | None, eps: float) -> Tensor:
     """Rotate heads [N, h, D], pairing dimension i with i + D/2 as transformers does.
 
     norm [h, D]: the weights of each head's norm before it, in models that have one.
@@ -167,9 +167,9 @@ def rotate(heads: Tensor, rotation: Rotation, norm: Tensor | None, eps: float) -
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, dims=-1), sin)
 
 
-def rotation_for(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Rotation:
+def rotation_for(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> CosSin:
     """positions [N] -> cosines and signed sines, each [N, 1, D], for `rotate`."""
-    angles = positions[:, None].float() * frequencies  # [N, D / 2], fp32: bf16 cannot count to 8,192
+    angles = positions[:, None].float() * frequencies  # [N, D / 2], fp32: bf16 holds whole numbers only up to 256
     sines = angles.sin()
     cos, sin = angles.cos().repeat(1, 2), torch.cat((-sines, sines), dim=-1)  # [N, D]
     return cos[:, None].to(dtype), sin[:, None].to(dtype)

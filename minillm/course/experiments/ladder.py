@@ -33,7 +33,7 @@ from minillm.measure.workload import WorkItem, lognormal, play_by_step
 MARGIN_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.5}
 
 TURNS = 3
-REQUESTS, MAX_TOKENS = 36, 72  # by default; an answer's cap is what a slot must reserve
+REQUESTS, MAX_TOKENS = 36, 48  # by default; an answer's cap is what a slot must reserve
 CAP_OVER_MEAN = 6  # answers are a sixth of their cap on average, and vary as chats do: CV 1
 SEED = 0
 SLOTS = 6  # of the longest request, in the default memory
