@@ -64,7 +64,7 @@ def verify_sampled(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, u_next: Tens
     u [R, k]: uniform numbers in [0, 1) that accept; u_next [R, k + 1]: those that draw at each place.
 
     A draft x is accepted with probability min(1, p(x) / q(x)). After the first rejection the
-    token comes from what p has more of than q; after none, from p behind the last draft.
+    token comes from max(0, p - q), renormalised; after none, from p at the place after the last draft.
     """
     k, rows, at = drafts.shape[1], torch.arange(len(drafts), device=p.device), drafts[..., None]
     p_draft, q_draft = p[:, :k].gather(2, at)[..., 0], q.gather(2, at)[..., 0]  # [R, k]
