@@ -26,7 +26,7 @@ from minillm.ladder import engine as ladder
 from minillm.ladder.continuous import Scheduler, StepPlan
 from minillm.ladder.executor import Clock, Executor
 from minillm.ladder.paged import BlockPool
-from minillm.ladder.quantized import kv_bytes_per_token, native_format, storage_in
+from minillm.ladder.quantized import native_format, storage_in
 from minillm.ladder.records import Records
 from minillm.ladder.request import RequestId, TokenEvent
 from minillm.ladder.speculative import NgramProposer, Speculator
@@ -103,20 +103,15 @@ class Engine(ladder.Engine):
         choose("batching", batching, "continuous", "static")
         choose("kv", kv, "paged", "slots")
         choose("records", records, "all", "summary")
-        config, gpu = (model or executor).config, model is not None and model.device.type == "cuda"
+        gpu = model is not None and model.device.type == "cuda"
         if kv_format == "auto":
             kv_format = native_format(model.dtype) if model else "bf16"
         max_step_tokens = max_step_tokens or (2048 if gpu else 256)
         max_batch = min(max_batch or (256 if gpu else 32), max_step_tokens)
-        max_context = max_context or config.max_position_embeddings
         most_logits = min(max_batch * (1 + (speculator.most if speculator else 0)), max_step_tokens)
         self.graph_tokens = most_logits if wants_graphs(model, cuda_graphs) else 0
-        draft_bytes = speculator.bytes_per_token if speculator else 0
-        block_bytes = block_size * (kv_bytes_per_token(config, kv_format) + draft_bytes)
-        usual = default_kv_memory(model, max_step_tokens, most_logits, graph_sizes(self.graph_tokens))
-        if kv_memory is None:
-            kv_memory = min(usual, max_batch * -(-max_context // block_size) * block_bytes)
-        with refuse_too_much(kv_memory, usual):
+        self.most_memory = default_kv_memory(model, max_step_tokens, most_logits, graph_sizes(self.graph_tokens))
+        with refuse_too_much(kv_memory or self.most_memory, self.most_memory):
             super().__init__(
                 model, tokenizer, batching=batching, kv=kv, kv_memory=kv_memory, block_size=block_size,
                 max_batch=max_batch, max_context=max_context, max_step_tokens=max_step_tokens,

@@ -43,6 +43,8 @@ class Engine:
     KVStorage (rung 5). speculator: drafts and verifies (rung 6). `fast/engine.py` checks settings.
     """
 
+    most_memory = 1 << 30  # bytes for keys and values where the user names none
+
     def __init__(
         self,
         model,
@@ -85,10 +87,10 @@ class Engine:
 
     def make_pool(self, storage: Callable[..., KVStorage], memory: int | None, size: int, max_batch: int) -> BlockPool:
         """A pool of as many blocks of `size` tokens as the memory holds."""
-        draft_bytes = self.speculator.bytes_per_token if self.speculator else 0
-        self.block_bytes = size * (storage(self.config, 1, "meta").nbytes + draft_bytes)
+        drafts = self.speculator.bytes_per_token if self.speculator else 0
+        self.block_bytes = size * (storage(self.config, 1, "meta").nbytes + drafts)
         if memory is None:
-            memory = min(1 << 30, max_batch * -(-self.max_context // size) * self.block_bytes)
+            memory = min(self.most_memory, max_batch * -(-self.max_context // size) * self.block_bytes)
         if memory < self.block_bytes:
             raise ValueError(f"kv_memory of {memory:,} bytes holds no block: one takes {self.block_bytes:,}")
         return BlockPool(int(memory // self.block_bytes), size)

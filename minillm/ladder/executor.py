@@ -1,9 +1,7 @@
-"""What turns a plan into tokens, and the clock it runs by: the seam between this engine and a simulated one.
+"""What turns a plan into tokens, and the clock it runs by: the seam to a simulated engine, `measure/virtual.py`.
 
     plan: rows of (request, tokens to feed, position of the first, is a token sampled after its last?)
       -> flat tokens [N] and positions [N], one forward, logits [R, V] -> one token a row that samples
-
-`measure/virtual.py` has an executor that only lets time pass.
 """
 
 from __future__ import annotations
