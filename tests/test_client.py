@@ -95,7 +95,7 @@ ANSWER = [event(letter) for letter in "abcd"]
 
 def test_times_are_those_of_the_events():
     found = bench(sends(*ANSWER, END, gap=GAP), clients=1)
-    assert found["requests"] == {"finished": 3, "aborted": 0, "unfinished": 0}
+    assert found["requests"] == {"finished": 3, "aborted": 0, "failed": 0, "unfinished": 0}
     assert (found["output_tokens"], found["failed"], found["short_answers"]) == (12, 0, 0)
     assert found["ttft_s"]["n"] == 3 and found["itl_per_token_s"]["n"] == 9
     assert GAP <= found["ttft_s"]["p50"] < found["latency_s"]["p50"] and found["latency_s"]["p50"] >= 5 * GAP

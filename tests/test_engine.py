@@ -506,15 +506,15 @@ def test_stop_strings_need_a_tokenizer():
         (dict(kv="flat"), "kv='flat': choose 'paged' or 'slots'"),
         (dict(records="none"), "records='none': choose 'all' or 'summary'"),
         (dict(kv_memory=100), "kv_memory of 100 bytes holds no block"),
-        (dict(kv_memory=float("nan")), "kv_memory nan must be a finite number from 1 up"),
-        (dict(block_size=0), "block_size 0 must be a finite number from 1 up"),
+        (dict(kv_memory=float("nan")), "kv_memory nan must be a number of bytes from 1 up"),
+        (dict(block_size=0), "block_size 0 must be a whole number from 1 up"),
         (dict(max_batch=0), "max_batch 0"),  # not "the default": a step without rows would never end
         (dict(max_batch=-1), "max_batch -1"),
         (dict(max_step_tokens=-1), "max_step_tokens -1"),
         (dict(max_context=0), "max_context 0"),
-        (dict(kv_memory="1GB"), "kv_memory '1GB' must be a finite number"),
+        (dict(kv_memory="1GB"), "kv_memory '1GB' must be a number of bytes"),
         (dict(tokenizer="smollm2"), r"tokenizer 'smollm2' is a name: give load_tokenizer\('smollm2'\)"),
-        (dict(speculator="prompt lookup"), "speculator 'prompt lookup' is a name: give a Speculator"),
+        (dict(speculator="prompt lookup"), "speculator 'prompt lookup' is a name: give Speculator"),
     ],
 )
 def test_a_wrong_setting_is_named_with_the_right_ones(settings, message):

@@ -88,7 +88,7 @@ def test_aborted_requests_are_counted_and_not_averaged():
     engine.abort(2)  # none
     assert drain(engine) == 4
     found = metrics.summary(engine.records)
-    assert found["requests"] == {"finished": 1, "aborted": 2, "unfinished": 0}
+    assert found["requests"] == {"finished": 1, "aborted": 2, "failed": 0, "unfinished": 0}
     assert found["output_tokens"] == 6, "the work for an aborted request was done"
     assert found["ttft_s"]["n"] == found["latency_s"]["n"] == found["queue_s"]["n"] == 1
 
@@ -98,7 +98,7 @@ def test_requests_under_way_are_counted_as_such():
     engine.add([1, 2], SamplingParams(max_tokens=4))
     engine.step()
     found = metrics.summary(engine.records)
-    assert found["requests"] == {"finished": 0, "aborted": 0, "unfinished": 1}
+    assert found["requests"] == {"finished": 0, "aborted": 0, "failed": 0, "unfinished": 1}
     assert found["output_tokens"] == 1 and found["ttft_s"]["n"] == 0
 
 

@@ -15,7 +15,7 @@ from tiny import tiny_model
 
 from minillm.guard.inputs import HOTTEST, RequestError
 from minillm.ladder import sampling
-from minillm.ladder.request import GREEDY_BELOW, SamplingParams
+from minillm.ladder.request import GREEDY_BELOW, NO_TOKEN, SamplingParams
 from minillm.ladder.sampling import ACCEPT, DRAFT, SAMPLE, draw, hash_numbers, probabilities, sample, uniforms
 
 BANNED = -math.inf
@@ -52,6 +52,18 @@ def test_a_row_has_the_same_probabilities_alone_and_beside_others():
     together = probabilities(logits, params)
     for row in range(5):
         assert torch.equal(together[row], probabilities(logits[row : row + 1], params[row : row + 1])[0])
+
+
+@pytest.mark.parametrize(
+    "unusable", [[math.nan] * 4, [0.0, math.nan, 1.0, 2.0], [BANNED] * 4, [0.0, 1.0, math.inf, 2.0]]
+)
+@pytest.mark.parametrize("params", [SamplingParams(), sampled(), sampled(top_k=2, top_p=0.5)])
+def test_logits_that_are_not_finite_give_no_token_and_change_no_other_row(unusable, params):
+    healthy = [[0.0, 3.0, BANNED, 1.0], [5.0, 4.0, 3.0, 2.0]]
+    ids = sample(torch.tensor([healthy[0], unusable, healthy[1]]), [params] * 3, [1, 2, 3], [4, 5, 6]).tolist()
+    alone = [sample(torch.tensor([row]), [params], [seed], [index]).item()
+             for row, seed, index in zip(healthy, (1, 3), (4, 6), strict=True)]
+    assert ids == [alone[0], NO_TOKEN, alone[1]]
 
 
 def test_no_logit_is_too_large_for_a_low_temperature():
@@ -148,6 +160,23 @@ def test_the_narrowest_choice_is_the_likeliest_token(params):
     logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(1))
     p = probabilities(logits, [sampled(**params)])
     assert p[0, logits.argmax()] == 1 and p.sum() == 1
+
+
+@pytest.mark.parametrize(
+    ("p", "top_p", "kept"),
+    [([0.5, 0.3, 0.1, 0.1], 0.8, 2), ([0.5, 0.3, 0.1, 0.1], 0.81, 3), ([0.7, 0.1, 0.1, 0.1], 0.8, 2),
+     ([0.4, 0.3, 0.2, 0.1], 0.9, 3), ([0.4, 0.3, 0.2, 0.1], 0.3999, 1)],
+)
+def test_top_p_that_the_likeliest_tokens_just_reach_keeps_no_further_one(p, top_p, kept):
+    assert (probabilities(torch.tensor([p]).log(), [sampled(top_p=top_p)]) > 0).sum() == kept
+
+
+@pytest.mark.parametrize("n", [3, 7, 10, 97, 1000, 49_152, 151_936])
+def test_k_nths_of_n_equal_logits_keep_k(n):
+    places = sorted({1, 2, n // 3, n // 2, n - 2, n - 1} - {0})
+    logits = torch.zeros(len(places), n)
+    p = probabilities(logits, [sampled(top_p=k / n) for k in places])
+    assert (p > 0).sum(-1).tolist() == places
 
 
 def test_top_p_counts_after_top_k():

@@ -22,7 +22,7 @@ FEW = {"requests": 40, "scale": 0.1}
 )
 def test_every_token_of_the_workload_is_given(service):
     found = simulate("chat", service, **FEW)
-    assert found["requests"] == {"finished": 40, "aborted": 0, "unfinished": 0}
+    assert found["requests"] == {"finished": 40, "aborted": 0, "failed": 0, "unfinished": 0}
     assert found["output_tokens"] == sum(item.output_tokens for item in make_workload("chat", **FEW))
     assert found["devices"] == service.replicas + service.prefill_replicas
     assert found["latency_s"]["n"] == found["ttft_s"]["n"] == 40

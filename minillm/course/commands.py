@@ -18,8 +18,8 @@ from minillm.course.show.live import ticking
 from minillm.course.show.output import bar, write, write_json
 from minillm.course.show.recorded import heading
 from minillm.course.show.tables import cell, filled, tables, text_table
+from minillm.fast.memory import native_format
 from minillm.guard.inputs import check_at_least
-from minillm.ladder.quantized import native_format
 from minillm.measure.measurement import MEASUREMENTS, Measurement, device_name
 from minillm.measure.service import Service
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
-from minillm.ladder.quantized import native_format
+from minillm.fast.memory import native_format
 from minillm.load.config import ModelConfig
 from minillm.load.source import DEFAULT
 from minillm.load.tokenizer import Tokenizer, load_tokenizer

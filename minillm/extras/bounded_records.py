@@ -59,7 +59,7 @@ class BoundedRecords(Records):
         """A request ended: its durations are counted, and its record is returned and not kept."""
         record = super().finished(request, now)
         self.requests.clear()
-        if request.finish_reason != "abort" and record.token_times:
+        if request.finish_reason not in ("abort", "error") and record.token_times:
             self.histograms["queue"].add(record.first_scheduled - record.arrival)
             self.histograms["ttft"].add(record.first_token - record.arrival)
             self.histograms["latency"].add(now - record.arrival)

@@ -19,14 +19,22 @@ from minillm.extras.bounded_records import BoundedRecords
 from minillm.extras.whole_prompts import WholePromptScheduler
 from minillm.fast.executor import FastExecutor, FastSpeculativeExecutor
 from minillm.fast.graphs import StepGraphs, graph_sizes, wants_graphs
-from minillm.fast.memory import default_kv_memory, refuse_too_much
+from minillm.fast.memory import default_kv_memory, native_format, refuse_too_much
 from minillm.guard import invariants
-from minillm.guard.inputs import check_at_least, check_parts, check_vocabularies, choose
+from minillm.guard.inputs import (
+    check_bytes,
+    check_context,
+    check_parts,
+    check_seed,
+    check_vocabularies,
+    check_whole,
+    choose,
+)
 from minillm.ladder import engine as ladder
 from minillm.ladder.continuous import Scheduler, StepPlan
 from minillm.ladder.executor import Clock, Executor
 from minillm.ladder.paged import BlockPool
-from minillm.ladder.quantized import native_format, storage_in
+from minillm.ladder.quantized import storage_in
 from minillm.ladder.records import Records
 from minillm.ladder.request import RequestId, TokenEvent
 from minillm.ladder.speculative import NgramProposer, Speculator
@@ -92,14 +100,17 @@ class Engine(ladder.Engine):
         records: Literal["all", "summary"] = "all",
         seed: int = 0,
     ) -> None:
-        if speculator == "ngram":
+        if isinstance(speculator, str) and speculator == "ngram":
             speculator = Speculator(NgramProposer())
-        check_at_least(
-            1, kv_memory=kv_memory, block_size=block_size, max_batch=max_batch, max_context=max_context,
-            max_step_tokens=max_step_tokens,
-        )
-        check_parts(model, tokenizer, speculator, executor)
+        check_whole(1, block_size=block_size, max_batch=max_batch, max_context=max_context,
+                    max_step_tokens=max_step_tokens)
+        check_bytes(kv_memory=kv_memory)
+        check_seed(seed)
+        transform = None if isinstance(key_transform, str) and key_transform == "auto" else key_transform
+        check_parts(model=model, tokenizer=tokenizer, speculator=speculator, executor=executor, clock=clock,
+                    key_transform=transform)
         check_vocabularies(tokenizer, speculator and speculator.proposer)
+        check_context(max_context, (model or executor).config)
         choose("batching", batching, "continuous", "static")
         choose("kv", kv, "paged", "slots")
         choose("records", records, "all", "summary")

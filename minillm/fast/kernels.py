@@ -115,6 +115,7 @@ def store_numbers(
         highest = tl.max(tl.where(mask, tl.maximum(even, odd), float("-inf")), 1)
         minimum = tl.minimum(tl.maximum(lowest, -65504.0), 65504.0).to(tl.float16)
         scale = stored_scale(tl.div_rn(highest - minimum.to(tl.float32), 15.0))
+        scale += tl.sum(tl.where(mask, (even + odd) * 0.0, 0.0), 1).to(tl.float16)  # NaN if one is not finite
         m, s = minimum.to(tl.float32)[:, None], scale.to(tl.float32)[:, None]
         low = tl.minimum(tl.maximum(round_even(tl.div_rn(even - m, s)), 0.0), 15.0).to(tl.uint8)
         high = tl.minimum(tl.maximum(round_even(tl.div_rn(odd - m, s)), 0.0), 15.0).to(tl.uint8)
@@ -124,7 +125,7 @@ def store_numbers(
     else:
         most = 127.0 if FORMAT == "int8" else 448.0
         x = tl.load(source + d, mask=d < D, other=0.0).to(tl.float32)
-        scale = stored_scale(tl.div_rn(tl.max(tl.abs(x), 0), most))
+        scale = stored_scale(tl.div_rn(tl.max(tl.abs(x), 0), most)) + tl.sum(x * 0.0, 0).to(tl.float16)
         x = tl.div_rn(x, scale.to(tl.float32))
         x = tl.minimum(tl.maximum(round_even(x) if FORMAT == "int8" else x, -most), most)
         code = x.to(tl.int8).to(tl.uint8, bitcast=True) if FORMAT == "int8" else e4m3_encode(x)

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from minillm.ladder.quantized import DTYPES
 from minillm.model.config import ModelConfig
 
 CPU_BYTES = 1 << 30  # where memory is not the GPU's own, it is not ours to take
@@ -46,6 +47,11 @@ def default_kv_memory(model, max_step_tokens: int, max_due: int, graph_sizes: Se
         return CPU_BYTES
     reserved = reserved_bytes(model.config, model.dtype.itemsize, max_step_tokens, max_due, graph_sizes)
     return max(0, int(free_bytes(model.device) * SHARE) - reserved)
+
+
+def native_format(dtype: torch.dtype) -> str:
+    """The format that stores a model's keys and values as they are."""
+    return next(name for name, native in DTYPES.items() if native == dtype)
 
 
 def free_bytes(device: torch.device) -> int:

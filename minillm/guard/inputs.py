@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from numbers import Real
 
+NOT_WHOLE = ("bool", "float", "complex")  # in the names of dtypes
 HOTTEST = 1e30  # far beyond "all tokens alike", and still a number in fp32
 
 
@@ -36,6 +36,39 @@ def check_at_least(least: float, **settings: float | None) -> None:
             raise ValueError(f"{name} {value!r} must be a finite number from {least} up")
 
 
+def is_whole(value: object) -> bool:
+    """Whether it is a scalar whole number, of Python, numpy or torch, and no bool; 4.0 is not."""
+    kind = str(getattr(value, "dtype", type(value).__name__))
+    return is_number(value) and hasattr(value, "__index__") and not any(not_whole in kind for not_whole in NOT_WHOLE)
+
+
+def check_whole(least: int, **settings: int | None) -> None:
+    """ValueError for the first setting that is not a whole number from `least` up; None is a default."""
+    for name, value in settings.items():
+        if value is not None and not (is_whole(value) and value >= least):
+            raise ValueError(f"{name} {value!r} must be a whole number from {least} up")
+
+
+def check_seed(seed: int) -> None:
+    """ValueError for a seed that is not a whole number."""
+    if not is_whole(seed):
+        raise ValueError(f"seed {seed!r} must be a whole number")
+
+
+def check_bytes(**settings: float | None) -> None:
+    """ValueError for the first setting that is not a finite number of bytes above 0; None is a default."""
+    for name, value in settings.items():
+        if value is not None and not (is_number(value) and 1 <= value < math.inf):
+            raise ValueError(f"{name} {value!r} must be a number of bytes from 1 up: 100 MB are 100_000_000")
+
+
+def check_context(max_context: int | None, config) -> None:
+    """ValueError for a context that is longer than the model's positions."""
+    if max_context is not None and max_context > config.max_position_embeddings:
+        most = f"{config.max_position_embeddings:,} positions"
+        raise ValueError(f"max_context {max_context:,} is longer than the model's {most}")
+
+
 def check_positive(**settings: float | None) -> None:
     """ValueError for the first setting that is not a finite number above 0; None is a default."""
     for name, value in settings.items():
@@ -45,7 +78,7 @@ def check_positive(**settings: float | None) -> None:
 
 def choose(setting: str, value: str, *choices: str) -> str:
     """The value; ValueError lists the choices if it is none of them."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{setting}={value!r}: choose {' or '.join(map(repr, choices))}")
     return value
 
@@ -64,13 +97,19 @@ def check_sampling(params) -> None:
         value = getattr(params, name)
         if value is None and name != "max_tokens":
             continue
-        if not (is_number(value) and hasattr(value, "__index__")):
+        if not is_whole(value):
             raise RequestError(f"{name} {value!r} is not a whole number")
         object.__setattr__(params, name, operator.index(value))
     for name in ("temperature", "top_p"):
         value = getattr(params, name)
-        if not (is_number(value) or (value is None and name == "top_p")):
-            raise RequestError(f"{name} {value!r} is not a number")
+        if value is None and name == "top_p":
+            continue
+        try:
+            if not is_number(value):
+                raise TypeError
+            object.__setattr__(params, name, float(value))
+        except (TypeError, OverflowError, RuntimeError):  # a text, 10**400, a complex number of torch
+            raise RequestError(f"{name} {value!r} is not a number") from None
     if not all(isinstance(stop, str) for stop in params.stop):
         raise RequestError(f"stop strings are texts, not {params.stop!r}; token ids belong in stop_ids")
     if isinstance(params.stop_ids, str) or not (params.stop_ids is None or isinstance(params.stop_ids, Iterable)):
@@ -115,10 +154,15 @@ def check_request(engine, prompt, params, request_id=None, arrival=None) -> list
         raise RequestError(f"request_id {request_id!r} is taken by a request that has not finished")
     if arrival is not None and not (is_number(arrival) and math.isfinite(arrival)):
         raise RequestError(f"arrival must be a finite number of seconds on the engine's clock, not {arrival!r}")
-    if not hasattr(params, "max_tokens"):
+    if isinstance(params, type) or not (hasattr(params, "stop_after") and hasattr(params, "greedy")):
         raise RequestError(f"params {params!r} are not SamplingParams: give SamplingParams(max_tokens=64)")
     if params.stop and engine.tokenizer is None:
         raise RequestError("stop strings need a tokenizer: Engine(model, tokenizer)")
+    for id in getattr(engine.tokenizer, "special_ids", ()) if params.stop else ():
+        special = engine.tokenizer.token_bytes(id).decode(errors="replace")
+        if special and any(special in stop and special != stop for stop in params.stop):
+            raise RequestError(f"stop {params.stop!r} holds the special token {special!r}, which is never text: "
+                               f"stop at the token alone, or put its id {id} into stop_ids")
     ids = token_ids(engine, prompt)
     check_prompt(ids)
     check_fits(engine, len(ids), params.max_tokens)
@@ -183,8 +227,11 @@ def whole_number(token, place: int, where: str = "a prompt") -> int:
     raise RequestError(f"{said}; {where} takes token ids" + (", or text" if where == "a prompt" else ""))
 
 
-def one_params_each(prompts, params) -> list[tuple]:
-    """(prompt, params) of each prompt, where `params` are one for all or a list with one for each."""
+def for_each_prompt(make, prompts, params) -> list:
+    """make(prompt, params) of each prompt; `params` are one for all, or a list with one for each.
+
+    A RequestError names the prompt by its index.
+    """
     if isinstance(prompts, str):
         raise RequestError("prompts is one string; pass a list of prompts")
     try:
@@ -194,31 +241,37 @@ def one_params_each(prompts, params) -> list[tuple]:
     every = list(params) if isinstance(params, list | tuple) else [params] * len(prompts)
     if len(every) != len(prompts):
         raise RequestError(f"{len(prompts)} prompts, but {len(every)} SamplingParams; give one, or one for each")
-    return list(zip(prompts, every, strict=True))
-
-
-@contextmanager
-def naming_prompt(index: int) -> Iterator[None]:
-    """Let a RequestError say which of several prompts it is about."""
-    try:
-        yield
-    except RequestError as error:
-        raise RequestError(f"prompt {index}: {error}") from error
+    requests = []
+    for index, (prompt, own) in enumerate(zip(prompts, every, strict=True)):
+        try:
+            requests.append(make(prompt, own))
+        except RequestError as error:
+            raise RequestError(f"prompt {index}: {error}") from error
+    return requests
 
 
 # -- an engine's parts ----------------------------------------------------------------------------
 
 
-def check_parts(model, tokenizer, speculator, executor) -> None:
-    """ValueError where a name was given in place of a part, or nothing that could compute."""
-    if model is None and executor is None:
+PARTS = {  # what an engine uses of each, and where one comes from
+    "model": (("config", "forward"), "load_model(NAME)"),
+    "tokenizer": (("encode", "eos_ids", "stream"), "load_tokenizer(NAME)"),
+    "speculator": (("proposer", "scheduler", "executor"), 'Speculator(NgramProposer()), or "ngram" for short'),
+    "executor": (("config", "run"), "an Executor, which turns a plan into tokens"),
+    "clock": (("now", "wait_until"), "a Clock, such as WallClock()"),
+    "key_transform": (("apply",), 'a Rotation, or "auto"'),
+}
+
+
+def check_parts(**parts) -> None:
+    """ValueError where a part is something else, such as its name, or where nothing could compute."""
+    for name, part in parts.items():
+        needed, cure = PARTS[name]
+        if part is not None and (isinstance(part, type) or not all(hasattr(part, each) for each in needed)):
+            said = "a name" if isinstance(part, str) else f"not a {name}"
+            raise ValueError(f"{name} {part!r} is {said}: give {cure.replace('NAME', repr(part))}")
+    if parts["model"] is None and parts["executor"] is None:
         raise ValueError("model None computes nothing: give load_model(), or an executor of your own")
-    for what, given, cure in (
-        ("model", model, "load_model({!r})"), ("tokenizer", tokenizer, "load_tokenizer({!r})"),
-        ("speculator", speculator, "a Speculator, such as Speculator(NgramProposer()), not {!r}"),
-    ):
-        if isinstance(given, str):
-            raise ValueError(f"{what} {given!r} is a name: give {cure.format(given)}")
 
 
 def check_vocabularies(target, proposer) -> None:
@@ -232,3 +285,22 @@ def check_vocabularies(target, proposer) -> None:
             f"the draft model's tokens are not the target's: {draft.name} ({draft.vocab_size:,} ids) and "
             f"{target.name} ({target.vocab_size:,} ids) have different maps; draft with a model of the same tokenizer"
         )
+
+
+# -- what a proposer returns ----------------------------------------------------------------------
+
+
+def usable_drafts(rows: Sequence, proposed, vocab_size: int) -> list:
+    """Cut each row's drafts to its room, and before the first that is not in the vocabulary -> one q a row."""
+    for row in rows:
+        drafts = row.drafts if isinstance(row.drafts, Sequence) else ()
+        wrong = (at for at, id in enumerate(drafts) if not (is_whole(id) and 0 <= id < vocab_size))
+        row.drafts = list(map(int, drafts[: min(row.num_drafts, next(wrong, len(drafts)))]))
+    return list(proposed) if isinstance(proposed, Sequence) and len(proposed) == len(rows) else [None] * len(rows)
+
+
+def is_distribution(q, p) -> bool:
+    """Whether q can be what drafts were drawn from: of the shape of p [k, V], its rows 0 or more, and 1 in sum."""
+    if getattr(q, "shape", None) != p.shape:
+        return False
+    return bool(((q >= 0).all(-1) & ((q.sum(-1) - 1).abs() < 1e-3)).all())

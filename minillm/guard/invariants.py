@@ -33,7 +33,8 @@ def check_invariants(scheduler: Scheduler) -> None:
 def check_running(scheduler: Scheduler, request: Request) -> None:
     """A running request holds as many blocks as its policy says, and the index knows them by its own tokens."""
     pool = scheduler.memory.pool
-    if not 0 <= request.num_kv < request.num_tokens:
+    known = request.num_tokens + (request.finish_reason == "error")  # which has no token after its last stored one
+    if not 0 <= request.num_kv < known:
         raise InvariantError(f"num_kv: {request.id!r} stores {request.num_kv} of {request.num_tokens} tokens")
     expected = pool.blocks_for(request.max_kv if isinstance(scheduler.memory, Slots) else request.num_kv)
     if len(request.block_table) != expected:

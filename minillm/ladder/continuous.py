@@ -115,11 +115,7 @@ class Scheduler:
     chunked_prefill = True  # `extras/whole_prompts.py` feeds a prompt whole, or lets it wait
 
     def __init__(
-        self,
-        batching: ContinuousBatching | StaticBatching,
-        memory: Paged | Slots,
-        max_batch: int,
-        max_step_tokens: int,
+        self, batching: ContinuousBatching | StaticBatching, memory: Paged | Slots, max_batch: int, max_step_tokens: int
     ) -> None:
         """max_batch: rows in a step, at most `max_step_tokens`, the budget of tokens in a step."""
         self.batching, self.memory = batching, memory

@@ -21,7 +21,7 @@ from typing import Literal
 
 import torch
 
-from minillm.guard.inputs import check_request, naming_prompt, one_params_each
+from minillm.guard.inputs import check_request, for_each_prompt
 from minillm.ladder.attention import KVStorage, native_storage
 from minillm.ladder.continuous import ContinuousBatching, Scheduler, StaticBatching, StepPlan
 from minillm.ladder.executor import Clock, Executor, ModelExecutor, WallClock
@@ -103,10 +103,8 @@ class Engine:
 
     # -- requests in ------------------------------------------------------------------------------
 
-    def add(
-        self, prompt: Sequence[int] | str, params: SamplingParams | None = None, request_id: RequestId | None = None,
-        arrival: float | None = None,
-    ) -> RequestId:
+    def add(self, prompt: Sequence[int] | str, params: SamplingParams | None = None,
+            request_id: RequestId | None = None, arrival: float | None = None) -> RequestId:
         """Queue one request. Raises RequestError, and changes nothing, if it could never run.
 
         request_id: any str or int that no unfinished request has; generated if None. arrival: seconds
@@ -263,11 +261,7 @@ class Engine:
 
     def make_requests(self, prompts: Sequence[Sequence[int] | str], params: Params) -> list[Request]:
         """One request for each prompt, all checked."""
-        requests = []
-        for index, (prompt, own) in enumerate(one_params_each(prompts, SamplingParams() if params is None else params)):
-            with naming_prompt(index):
-                requests.append(self.make_request(prompt, own))
-        return requests
+        return for_each_prompt(self.make_request, prompts, SamplingParams() if params is None else params)
 
     def run_to_end(self, requests: list[Request]) -> Iterator[TokenEvent]:
         """Queue and step until these have ended; what other requests get is kept for the next `step`."""

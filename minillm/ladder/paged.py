@@ -120,8 +120,14 @@ class BlockPool:
     def evict(self) -> int:
         """The cached block that was used longest ago, which the index then forgets."""
         block, _ = self.cached.popitem(last=False)
-        del self.node_of[self.key_of.pop(block)]
+        self.forget([block])
         return block
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Take blocks out of the index: no later request may share them."""
+        for block in blocks:
+            if block in self.key_of:
+                del self.node_of[self.key_of.pop(block)]
 
     def block_tokens(self, tokens: Sequence[int], i: int) -> tuple[int, ...]:
         """The tokens of block i of a text."""
@@ -173,6 +179,8 @@ class Paged:
 
     def release(self, request: Request) -> None:
         """Return everything; the request's stored tokens are forgotten."""
+        if request.finish_reason == "error":  # what it stored may be what is wrong with it
+            self.pool.forget(request.block_table)
         self.pool.release(request.block_table)
         request.block_table, request.prefix_nodes, request.num_kv = [], [], 0
 

@@ -8,10 +8,10 @@
                       s and m in fp16
 
 Every token and head has scales of its own, so a slot can be written, rolled back and shared without
-reading its neighbours, which a scale over several tokens would not allow. Values are divided
-by the fp16 scale that is stored. Keys are harder than values: a few of their channels are far larger than
-the rest (KIVI: Liu et al., 2024), so for fp8 and int4 q and k are turned by a `Rotation` first. The engine is
-handed `storage_in` a format and knows nothing else of this file.
+reading its neighbours, which a scale over several tokens would not allow. Values are divided by the fp16
+scale that is stored; one that is not finite makes its scale NaN, so that attention shows it as natively.
+Keys are harder than values: a few of their channels are far larger than the rest (KIVI: Liu et al., 2024),
+so for fp8 and int4 q and k are turned by a `Rotation` first. The engine is handed `storage_in` a format.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ LARGEST_SCALE = 65504.0
 
 
 def stored_scale(scale: Tensor) -> Tensor:
-    """A positive scale as fp16 keeps it: never 0, never infinite."""
-    return scale.clamp(SMALLEST_SCALE, LARGEST_SCALE).half()
+    """A positive scale as fp16 keeps it: never 0, never infinite. NaN if the numbers are not all finite."""
+    return scale.clamp(SMALLEST_SCALE, LARGEST_SCALE).where(scale.isfinite(), torch.nan).half()
 
 
 def int8_encode(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,8 +82,9 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 def int4_encode(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """x [..., D] -> codes [..., D / 2], packed; scales and minima [..., D / group]."""
     x = x.float().unflatten(-1, (-1, group))  # [..., D / group, group]
-    minima = x.amin(-1).clamp(-LARGEST_SCALE, LARGEST_SCALE).half()
-    scales = stored_scale((x.amax(-1) - minima.float()) / 15)
+    lowest = x.amin(-1)
+    minima = lowest.clamp(-LARGEST_SCALE, LARGEST_SCALE).half()
+    scales = stored_scale((x.amax(-1) - minima.float()) / 15 + 0 * lowest)  # 0 times infinity is NaN
     steps = (x - minima[..., None].float()) / scales[..., None].float()
     return pack_nibbles(steps.round().clamp(0, 15).to(torch.uint8).flatten(-2)), scales, minima
 
@@ -161,11 +162,6 @@ def storage_in(kv_format: str, key_transform="auto") -> Callable[..., KVStorage]
         return kv_storage(config, kv_format, slots, device, transform)
 
     return make
-
-
-def native_format(dtype: torch.dtype) -> str:
-    """The format that stores a model's keys and values as they are."""
-    return next(name for name, native in DTYPES.items() if native == dtype)
 
 
 def kv_bytes_per_token(config: ModelConfig, kv_format: str) -> int:

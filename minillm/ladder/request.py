@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from minillm.guard.inputs import check_sampling
 
+NO_TOKEN = -1  # in place of an id: the logits were not finite, and the request ends with "error"
 GREEDY_BELOW = 1e-5  # under this temperature sampling would give the argmax anyway
 
 RequestId = str | int
@@ -88,7 +89,7 @@ class Request:
     num_kv_lost: int = 0  # the most it stored before a preemption; only records use it
     block_table: list[int] = field(default_factory=list)
     prefix_nodes: list[int] = field(default_factory=list)  # of its full blocks, in the pool's prefix index
-    finish_reason: str | None = None  # "stop" | "length" | "abort"
+    finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
     cut: int | None = None  # where `tokens` end for the user, if a step gave more after a stop string
     timing: Timing | None = None  # once it has finished
 
@@ -122,6 +123,9 @@ class Request:
     def extend(self, tokens: Sequence[int]) -> list[int]:
         """Take output tokens up to the one that ends the text; returns those taken. A stop goes before the cap."""
         for number, token in enumerate(tokens, start=1):
+            if token == NO_TOKEN:
+                self.finish_reason = "error"
+                return list(tokens[: number - 1])
             self.tokens.append(token)
             if token in self.stop_ids or self.num_output == self.params.stop_after:
                 self.finish_reason = "stop"

@@ -2,21 +2,21 @@
 
 A draw is one uniform number from a hash of (request seed, token index, purpose). No
 generator's state can be lost when a request is preempted, or is shared with the other rows
-of a batch: a request draws the same numbers in any company.
-
-Skip `mix` at a first reading: it turns three whole numbers into one that looks random.
+of a batch: a request draws the same numbers in any company. Skip `mix` at a first reading.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minillm.ladder.request import SamplingParams
+from minillm.ladder.request import NO_TOKEN, SamplingParams
 
+ROUNDING = 1e-6  # 0.5 + 0.3 reaches a top_p of 0.8, though not to the last bit
 SAMPLE, ACCEPT, DRAFT = 0, 1, 2  # purposes of the uniform numbers of one output token (the last two: rung 6)
 
 
@@ -32,8 +32,8 @@ def hash_numbers(*columns: int | Sequence[int]) -> np.ndarray:
     """uint64 [R]: a hash of each row of whole numbers, given by columns; one number stands for a whole column."""
     state = np.zeros(1, np.uint64)
     for column in columns:
-        numbers = [column] if isinstance(column, int) else column
-        state = mix(state ^ np.array([number % 2**64 for number in numbers], np.uint64))
+        numbers = column if isinstance(column, Sequence) else [column]
+        state = mix(state ^ np.array([operator.index(number) % 2**64 for number in numbers], np.uint64))
     return state
 
 
@@ -52,9 +52,9 @@ def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     # the highest score becomes 0 before the division, which then cannot overflow
     scores = logits.float() - logits.float().amax(-1, keepdim=True)  # [R, V]
     scores = scores / torch.where(temperature > 0, temperature, 1.0)
-    if most := max(p.top_k or 0 for p in params):
-        top_k = torch.tensor([[p.top_k or 0] for p in params], device=device)  # 0 keeps all
-        scores = keep_top_k(scores, top_k, min(most, scores.shape[1]))
+    ks = [min(p.top_k or 0, scores.shape[1]) for p in params]  # 0 keeps all
+    if any(ks):
+        scores = keep_top_k(scores, torch.tensor(ks, device=device)[:, None], max(ks))
     if any(p.top_p is not None for p in params):
         scores = keep_nucleus(scores, torch.tensor([[p.top_p or 1.0] for p in params], device=device))
     best = torch.zeros_like(scores).scatter(1, logits.argmax(-1, keepdim=True), 1.0)
@@ -71,8 +71,9 @@ def keep_nucleus(scores: Tensor, top_p: Tensor) -> Tensor:
     """scores [R, V] without all but the fewest likeliest tokens that reach p [R, 1] (Holtzman et al., 2020)."""
     ordered, ids = scores.sort(descending=True, stable=True)
     p = ordered.softmax(-1)
-    before = p.cumsum(-1) - p  # what the likelier ones sum to
-    outside = (before >= top_p.clamp_min(torch.finfo(p.dtype).tiny)) & (top_p < 1)  # never true of the first
+    before = p.double().cumsum(-1) - p  # what the likelier ones sum to
+    enough = (top_p.double() - ROUNDING).clamp_min(torch.finfo(p.dtype).tiny)  # above 0: the first always stays
+    outside = (before >= enough) & (top_p < 1)
     return scores.scatter(1, ids, ordered.masked_fill(outside, -torch.inf))
 
 
@@ -86,8 +87,15 @@ def draw(p: Tensor, u: Tensor) -> Tensor:
 def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], indices: Sequence[int]) -> Tensor:
     """logits [R, V] -> one id a row [R]; `indices` are the tokens' places in their requests' outputs.
 
-    Greedy rows take the likeliest id, among equals the lowest.
+    Greedy rows take the likeliest id, among equals the lowest. NO_TOKEN where the logits cannot be used.
     """
+    best = greedy(logits)
     if all(p.greedy for p in params):
-        return logits.argmax(-1)
-    return draw(probabilities(logits, params), uniforms(seeds, indices))
+        return best
+    return draw(probabilities(logits, params), uniforms(seeds, indices)).where(best != NO_TOKEN, NO_TOKEN)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """logits [R, V] -> the likeliest id of each row [R]; NO_TOKEN where the highest is NaN or infinite."""
+    best = logits.argmax(-1)  # a NaN counts as the highest
+    return best.where(logits.gather(-1, best[..., None])[..., 0].isfinite(), NO_TOKEN)

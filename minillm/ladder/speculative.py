@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from minillm.guard.inputs import check_whole, is_distribution, usable_drafts
 from minillm.ladder.attention import KVStorage, StepAttention
 from minillm.ladder.continuous import Row, Scheduler, StepPlan
 from minillm.ladder.executor import ModelExecutor
-from minillm.ladder.request import Request
-from minillm.ladder.sampling import ACCEPT, SAMPLE, draw, probabilities, uniforms
+from minillm.ladder.request import NO_TOKEN, Request
+from minillm.ladder.sampling import ACCEPT, SAMPLE, draw, greedy, probabilities, uniforms
 from minillm.model.config import ModelConfig
 
 
@@ -80,26 +81,27 @@ def verify_sampled(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, u_next: Tens
 @torch.inference_mode()
 def verify(rows: Sequence[Row], logits: Tensor, proposed: Sequence[Tensor | None]) -> list[list[int]]:
     """The tokens of each row that samples. logits [R, V]: after its newest token and its drafts, row after row."""
-    best = logits.argmax(-1).tolist()
-    outputs, first = [], 0
+    best, outputs, first = greedy(logits).tolist(), [], 0
     for row, q in zip(rows, proposed, strict=True):
         own = slice(first, first + len(row.drafts) + 1)
-        greedy = row.request.params.greedy
-        outputs.append(verify_greedy(best[own], row.drafts) if greedy else verify_row(row, logits[own], q))
+        plain = row.request.params.greedy
+        outputs.append(verify_greedy(best[own], row.drafts) if plain else verify_row(row, logits[own], q, best[own]))
         first = own.stop
     return outputs
 
 
-def verify_row(row: Row, logits: Tensor, q: Tensor | None) -> list[int]:
-    """A sampling row of k drafts: logits [k + 1, V], q [k, V] or None. Without drafts it draws as in decoding."""
+def verify_row(row: Row, logits: Tensor, q: Tensor | None, best: Sequence[int]) -> list[int]:
+    """A sampling row of k drafts: logits [k + 1, V], q [k, V] or None. Without drafts it draws as in decoding.
+    best [k + 1]: NO_TOKEN where the logits cannot be used; nothing is accepted or drawn there."""
     request, k, device = row.request, len(row.drafts), logits.device
     p = probabilities(logits, [request.params] * (k + 1))  # [k + 1, V]
     drafts = torch.tensor(row.drafts, dtype=torch.long, device=device)  # [k]
-    q = F.one_hot(drafts, p.shape[1]).to(p.dtype) if q is None else q  # of a draft that was picked, not drawn
+    if not is_distribution(q, p[:k]):  # the drafts were picked, not drawn
+        q = F.one_hot(drafts, p.shape[1]).to(p.dtype)
     places, seeds = range(request.num_output, request.num_output + k + 1), [request.seed] * (k + 1)
     u, u_next = (uniforms(seeds, places, purpose).to(device) for purpose in (ACCEPT, SAMPLE))  # [k + 1]
     accepted, following = verify_sampled(p[None], q[None], drafts[None], u[None, :k], u_next[None])
-    return [*row.drafts[: int(accepted)], int(following)]
+    return [*row.drafts[: int(accepted)], NO_TOKEN if best[int(accepted)] == NO_TOKEN else int(following)]
 
 
 class Speculator:
@@ -107,8 +109,7 @@ class Speculator:
 
     def __init__(self, proposer: Proposer, draft_length: int = 4) -> None:
         """draft_length: k, the drafts of a row in a step."""
-        if draft_length < 1:
-            raise ValueError(f"draft_length {draft_length} would never draft; leave the speculator out instead")
+        check_whole(1, draft_length=draft_length)
         self.proposer, self.most = proposer, draft_length
         self.bytes_per_token = proposer.bytes_per_token
 
@@ -167,7 +168,7 @@ class SpeculativeExecutor(ModelExecutor):
     @torch.inference_mode()
     def compute(self, plan: StepPlan) -> Tensor | tuple[Tensor, list[Tensor | None]]:
         """Sampled ids [R], or where there are drafts the logits to verify them with, and what they were drawn from."""
-        proposed = self.proposer.propose(plan.rows)
+        proposed = usable_drafts(plan.rows, self.proposer.propose(plan.rows), self.model.config.vocab_size)
         if not any(row.drafts for row in plan.rows):
             return super().compute(plan)
         return self.logits(plan.rows), [q for row, q in zip(plan.rows, proposed, strict=True) if row.samples]

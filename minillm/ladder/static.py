@@ -87,7 +87,7 @@ def forward_padded(model: Llama, cache: SlotCache, starts: Sequence[int], feed: 
     """Feed B rows of tokens, each from its start on, padded to the longest -> logits after each row's last [B, V]."""
     counts = torch.tensor([len(row) for row in feed])  # [B]
     longest = int(counts.max())
-    tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in feed])  # [B, n]
+    tokens = torch.tensor([[*row, *row[-1:] * (longest - len(row))] for row in feed])  # [B, n]
     positions = torch.tensor(starts)[:, None] + torch.arange(longest)  # [B, n]
     last = torch.arange(len(feed)) * longest + counts - 1  # [B], among the flat tokens
     cache.begin(positions.to(model.device), length=int(positions.max()) + 1)

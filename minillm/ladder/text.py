@@ -18,31 +18,25 @@ from collections.abc import Sequence
 class TextStream:
     """The text of generated tokens, released as soon as it can no longer change.
 
-    `text` is the decoded text of the pushed ids, cut before the leftmost stop string in it. The
-    ids include the token that completed the stop string; further ids are ignored.
+    What it releases is the decoded text of the pushed ids, cut before the leftmost stop string in it.
+    The ids include the token that completed the stop string; further ids are ignored.
     """
 
     def __init__(self, tokenizer, stop: Sequence[str] = ()) -> None:
         """tokenizer: has `special_ids`, which have no text, `token_bytes(id)` and `without_first_space(text)`."""
         self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        if "" in self.stop:
-            raise ValueError("an empty stop string would end every text immediately")
         self.stopped = False
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._at_start = True
         self._held = ""  # characters that may turn out to begin a stop string
-        self._released: list[str] = []
-
-    @property
-    def text(self) -> str:
-        """All text released so far."""
-        return "".join(self._released)
 
     def push(self, token_id: int) -> str:
         """Take one token; return the text that is now certain, often one token's, sometimes none."""
-        if token_id in self._tokenizer.special_ids:
-            return ""
+        if token_id in self._tokenizer.special_ids:  # is not shown, but may be a stop string itself
+            ends = self._tokenizer.token_bytes(token_id).decode() in self.stop
+            text, self.stopped = self.finish() if ends else "", self.stopped or ends
+            return text
         return self._release(self._utf8.decode(self._tokenizer.token_bytes(token_id)), hold=True)
 
     def finish(self) -> str:
@@ -63,7 +57,6 @@ class TextStream:
         else:
             end = len(held) - (self._begun_stop(held) if hold else 0)
             self._held = held[end:]
-        self._released.append(held[:end])
         return held[:end]
 
     def _begun_stop(self, text: str) -> int:

@@ -10,8 +10,8 @@ from statistics import median
 import torch
 
 from minillm.fast.engine import Engine
+from minillm.fast.memory import native_format
 from minillm.guard.inputs import check_at_least
-from minillm.ladder.quantized import native_format
 from minillm.load.weights import load_model
 from minillm.measure import metrics
 from minillm.measure.measurement import Measurement, Spread, provenance

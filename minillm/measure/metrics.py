@@ -50,9 +50,12 @@ def _described(n: int, at: Callable[[int], float | None], highest: float | None)
     return {"n": n, **{f"p{percent}": at(percent) for percent in PERCENTILES}, "max": highest, "warning": few}
 
 
+NOT_ANSWERED = (None, "abort", "error")  # reasons to finish
+
+
 def latencies(requests: Iterable[RequestRecord]) -> dict[str, dict]:
     """Distributions, in seconds, over the finished requests among these (all of a run, or one kind of customer)."""
-    answered = [r for r in requests if r.finish_reason not in (None, "abort") and r.token_times]
+    answered = [r for r in requests if r.finish_reason not in NOT_ANSWERED and r.token_times]
     gaps = [step_gaps(r) for r in answered]
     seconds, tokens = (np.concatenate([gap[i] for gap in gaps] or [[]]) for i in range(2))
     values = {
@@ -112,15 +115,15 @@ def seen_by_clients(records: Records) -> dict:
     if isinstance(records, BoundedRecords):
         raise ValueError("records='summary' keeps no requests; run the engine with records='all'")
     found = summary(records)
-    waited = sum(r.finish - r.arrival for r in records.requests if r.finish_reason != "abort")
+    waited = sum(r.finish - r.arrival for r in records.requests if r.finish_reason not in NOT_ANSWERED)
     return {**{name: found[name] for name in CLIENTS_SEE}, "mean_in_flight": _ratio(waited, found["span_s"])}
 
 
 def request_counts(records: Records) -> dict[str, int]:
-    """How many requests ended by themselves, were aborted, and are still under way."""
+    """How many requests ended by themselves, were aborted, failed, and are still under way."""
     ended = {name: number for name, number in records.totals.items() if name.startswith("finished_")}
-    aborted = ended.pop("finished_abort", 0)
-    return {"finished": sum(ended.values()), "aborted": aborted, "unfinished": len(records.live)}
+    aborted, failed = (ended.pop(f"finished_{reason}", 0) for reason in ("abort", "error"))
+    return {"finished": sum(ended.values()), "aborted": aborted, "failed": failed, "unfinished": len(records.live)}
 
 
 def latencies_of_summary(records: Records) -> dict[str, dict | None]:

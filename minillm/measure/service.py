@@ -145,7 +145,7 @@ class Served:
         """`metrics.summary` at the price of all devices; its latencies are those of whole requests."""
         found = metrics.summary(self.records, self.service.price_per_hour * self.service.devices)
         if self.service.prefill_replicas:  # two engines have a record of each request
-            counts = {"finished": len(self.requests), "aborted": 0, "unfinished": 0}
+            counts = {"finished": len(self.requests), "aborted": 0, "failed": 0, "unfinished": 0}
             found |= {**metrics.latencies(self.requests), "requests": counts}
         return found
 

@@ -23,8 +23,9 @@ from minillm.course.experiments.common import (
 from minillm.course.figures import LATENCIES, flat
 from minillm.course.setting import Setting
 from minillm.fast.engine import Engine
+from minillm.fast.memory import native_format
 from minillm.guard.inputs import check_at_least
-from minillm.ladder.quantized import kv_bytes_per_token, native_format
+from minillm.ladder.quantized import kv_bytes_per_token
 from minillm.ladder.records import Records
 from minillm.ladder.request import SamplingParams
 from minillm.load.config import ModelConfig

@@ -9,8 +9,9 @@ import numpy as np
 
 from minillm.course.setting import Setting
 from minillm.fast.engine import Engine
+from minillm.fast.memory import native_format
 from minillm.ladder.continuous import StepPlan
-from minillm.ladder.quantized import kv_bytes_per_token, native_format
+from minillm.ladder.quantized import kv_bytes_per_token
 from minillm.ladder.records import Records
 from minillm.ladder.request import SamplingParams
 from minillm.load.config import ModelConfig

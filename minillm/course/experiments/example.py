@@ -10,8 +10,9 @@ from minillm.course.experiments.service import COST, FIGURES, simulated
 from minillm.course.figures import flat, service_row
 from minillm.course.setting import Setting
 from minillm.fast.engine import Engine
+from minillm.fast.memory import native_format
 from minillm.guard.inputs import check_at_least, check_positive
-from minillm.ladder.quantized import kv_bytes_per_token, native_format
+from minillm.ladder.quantized import kv_bytes_per_token
 from minillm.measure import metrics
 from minillm.measure.measurement import Measurement, Spread
 from minillm.measure.service import PRICE, Service

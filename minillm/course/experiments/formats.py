@@ -20,6 +20,7 @@ from minillm.course.experiments.common import decode_seconds, measured, serve, s
 from minillm.course.experiments.quality import QualityTask, python_help, quality_row, quality_tables, run_task
 from minillm.course.setting import Setting
 from minillm.extras.key_scaling import ChannelScaling, KeyTransform
+from minillm.fast.memory import native_format
 from minillm.fast.weight_formats import WEIGHT_FORMATS, quantize_weights
 from minillm.ladder.attention import KVStorage
 from minillm.ladder.decode import NoCache
@@ -32,7 +33,6 @@ from minillm.ladder.quantized import (
     int4_encode,
     kv_bytes_per_token,
     kv_storage,
-    native_format,
 )
 from minillm.ladder.records import Records
 from minillm.load.source import DEFAULT

@@ -20,8 +20,9 @@ from minillm.course.prompts import CHAT_PROMPTS, COPY_PROMPTS
 from minillm.course.setting import Progress, Setting, silent
 from minillm.course.show.tables import cell, text_table
 from minillm.fast.engine import Engine
+from minillm.fast.memory import native_format
 from minillm.ladder.decode import NoCache, decode_cached, decode_recomputing
-from minillm.ladder.quantized import kv_bytes_per_token, native_format
+from minillm.ladder.quantized import kv_bytes_per_token
 from minillm.ladder.request import SamplingParams
 from minillm.ladder.speculative import NgramProposer, Speculator
 from minillm.measure import metrics

@@ -12,7 +12,8 @@ from minillm.course.experiments.service import simulated, under_load
 from minillm.course.figures import LATENCIES, service_row
 from minillm.course.setting import Setting
 from minillm.fast.engine import Engine
-from minillm.ladder.quantized import kv_bytes_per_token, kv_storage, native_format
+from minillm.fast.memory import native_format
+from minillm.ladder.quantized import kv_bytes_per_token, kv_storage
 from minillm.ladder.records import Records
 from minillm.ladder.request import SamplingParams
 from minillm.load.config import PRESETS, ModelConfig

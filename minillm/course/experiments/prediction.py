@@ -23,7 +23,7 @@ from minillm.course.experiments.fitting import FittedCost, fit
 from minillm.course.experiments.limits import first_layers
 from minillm.course.setting import Setting
 from minillm.fast.engine import Engine
-from minillm.ladder.quantized import native_format
+from minillm.fast.memory import native_format
 from minillm.ladder.records import Records
 from minillm.measure import metrics
 from minillm.measure.measurement import Measurement, Spread

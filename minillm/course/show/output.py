@@ -38,14 +38,15 @@ def print_summary(found: dict) -> None:
     """`metrics.summary`, or `seen_by_clients`, in the lines that a server is judged by."""
     rows = [{"seconds": title, **found[name]} for name, title in SECONDS.items() if found.get(name)]
     counts = found["requests"]
-    if not counts["finished"] + counts["aborted"]:
+    if not counts["finished"] + counts["aborted"] + counts["failed"]:
         print("no request was answered, so there is nothing to show")
         return
     print(text_table(rows, {name: name for name in ("seconds", "n", "p50", "p90", "p99", "max")}))
     if few := next((row["warning"] for row in rows if row["warning"]), None):
         print(few)
     print(f"{cell(found['output_tokens_per_s'])} output tokens/s over {cell(found['span_s'])} s; "
-          f"{counts['finished']:,} requests finished" + f", {counts['aborted']:,} aborted" * bool(counts["aborted"]))
+          f"{counts['finished']:,} requests finished" + "".join(
+              f", {counts[kind]:,} {kind}" for kind in ("aborted", "failed") if counts[kind]))
     if "mean_in_flight" in found:
         print(f"{cell(found['mean_in_flight'])} requests in flight on average")
     if "batch" in found:
