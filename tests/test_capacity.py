@@ -115,7 +115,7 @@ def test_nothing_left_is_said_with_the_numbers():
         capacity("llama-3-70b", 80, weights_gb=140)
     with pytest.raises(ValueError, match="unknown preset 'llama-9'; known: llama-3-70b"):
         capacity("llama-9", 80)
-    with pytest.raises(ValueError, match="unknown KV format 'int3'; known: fp32"):
+    with pytest.raises(ValueError, match="kv_format='int3': choose 'fp32'"):
         articles(kv_format="int3")
 
 

@@ -26,6 +26,7 @@ from minillm.guard.inputs import (
     check_context,
     check_parts,
     check_seed,
+    check_switches,
     check_vocabularies,
     check_whole,
     choose,
@@ -34,7 +35,7 @@ from minillm.ladder import engine as ladder
 from minillm.ladder.continuous import Scheduler, StepPlan
 from minillm.ladder.executor import Clock, Executor
 from minillm.ladder.paged import BlockPool
-from minillm.ladder.quantized import storage_in
+from minillm.ladder.quantized import STORES, storage_in
 from minillm.ladder.records import Records
 from minillm.ladder.request import RequestId, TokenEvent
 from minillm.ladder.speculative import NgramProposer, Speculator
@@ -102,8 +103,9 @@ class Engine(ladder.Engine):
     ) -> None:
         if isinstance(speculator, str) and speculator == "ngram":
             speculator = Speculator(NgramProposer())
-        check_whole(1, block_size=block_size, max_batch=max_batch, max_context=max_context,
-                    max_step_tokens=max_step_tokens)
+        most = {"max_batch": max_batch, "max_context": max_context, "max_step_tokens": max_step_tokens}
+        check_whole(1, block_size=block_size, **{name: value for name, value in most.items() if value is not None})
+        check_switches(chunked_prefill=chunked_prefill, prefix_cache=prefix_cache)
         check_bytes(kv_memory=kv_memory)
         check_seed(seed)
         transform = None if isinstance(key_transform, str) and key_transform == "auto" else key_transform
@@ -111,6 +113,7 @@ class Engine(ladder.Engine):
                     key_transform=transform)
         check_vocabularies(tokenizer, speculator and speculator.proposer)
         check_context(max_context, (model or executor).config)
+        choose("kv_format", kv_format, "auto", *STORES)
         choose("batching", batching, "continuous", "static")
         choose("kv", kv, "paged", "slots")
         choose("records", records, "all", "summary")

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 
 from minillm.fast.attention import SHORT_ROW, FastAttention, kernels_for
 from minillm.fast.device import to_device
+from minillm.guard.inputs import is_switch
 
 MOST_TOKENS = 512  # a larger step computes for so long that its launches hide behind it
 
@@ -44,7 +45,7 @@ def graph_sizes(most_tokens: int) -> list[int]:
 
 def wants_graphs(model, cuda_graphs: bool | Literal["auto"]) -> bool:
     """Whether the engine of this model records graphs; ValueError where it was told to and cannot."""
-    if cuda_graphs not in (True, False, "auto"):
+    if not is_switch(cuda_graphs) and not (isinstance(cuda_graphs, str) and cuda_graphs == "auto"):
         raise ValueError(f"cuda_graphs={cuda_graphs!r}: choose True, False or 'auto'")
     can = model is not None and kernels_for(model.device) is not None
     if cuda_graphs is True and not can:

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
+from functools import partial
+from itertools import islice, repeat
 from numbers import Real
 
 NOT_WHOLE = ("bool", "float", "complex")  # in the names of dtypes
+MOST_STOPS = 100_000  # stop strings or ids of a request that are looked at
+MOST_BYTES = 2**44  # 16 TiB
 HOTTEST = 1e30  # far beyond "all tokens alike", and still a number in fp32
 
 
@@ -24,42 +28,75 @@ class RequestError(ValueError):
 # -- numbers --------------------------------------------------------------------------------------
 
 
-def is_number(value: object) -> bool:
-    """Whether it is a scalar number, of Python, numpy or torch."""
-    return isinstance(value, Real) or getattr(value, "ndim", None) == 0
+def as_number(value: object) -> float | None:
+    """A scalar of Python, numpy or torch as a float; None for anything else, a text of digits too."""
+    if not (isinstance(value, Real) or getattr(value, "ndim", None) == 0):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # 10**400; numpy's texts; torch's complex numbers
+        return None
+
+
+def as_whole(value: object) -> int | None:
+    """A scalar whole number of Python, numpy or torch as an int; None for anything else, as are 4.0 and True."""
+    kind = str(getattr(value, "dtype", type(value).__name__))
+    if getattr(value, "ndim", 0) or any(not_whole in kind for not_whole in NOT_WHOLE):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def check_at_least(least: float, **settings: float | None) -> None:
     """ValueError for the first setting that is not a finite number from `least` up; None is a default."""
     for name, value in settings.items():
-        if value is not None and not (is_number(value) and least <= value < math.inf):
+        number = as_number(value)
+        if value is not None and (number is None or not least <= number < math.inf):
             raise ValueError(f"{name} {value!r} must be a finite number from {least} up")
 
 
-def is_whole(value: object) -> bool:
-    """Whether it is a scalar whole number, of Python, numpy or torch, and no bool; 4.0 is not."""
-    kind = str(getattr(value, "dtype", type(value).__name__))
-    return is_number(value) and hasattr(value, "__index__") and not any(not_whole in kind for not_whole in NOT_WHOLE)
+def check_positive(**settings: float | None) -> None:
+    """ValueError for the first setting that is not a finite number above 0; None is a default."""
+    for name, value in settings.items():
+        number = as_number(value)
+        if value is not None and (number is None or not 0 < number < math.inf):
+            raise ValueError(f"{name} {value!r} must be a finite number above 0")
 
 
 def check_whole(least: int, **settings: int | None) -> None:
-    """ValueError for the first setting that is not a whole number from `least` up; None is a default."""
+    """ValueError for the first setting that is not a whole number from `least` up."""
     for name, value in settings.items():
-        if value is not None and not (is_whole(value) and value >= least):
+        number = as_whole(value)
+        if number is None or number < least:
             raise ValueError(f"{name} {value!r} must be a whole number from {least} up")
 
 
 def check_seed(seed: int) -> None:
     """ValueError for a seed that is not a whole number."""
-    if not is_whole(seed):
+    if as_whole(seed) is None:
         raise ValueError(f"seed {seed!r} must be a whole number")
 
 
-def check_bytes(**settings: float | None) -> None:
-    """ValueError for the first setting that is not a finite number of bytes above 0; None is a default."""
+def is_switch(value: object) -> bool:
+    """Whether it is True or False, Python's or numpy's."""
+    return type(value).__name__ in ("bool", "bool_")
+
+
+def check_switches(**settings: bool) -> None:
+    """ValueError for the first setting that is neither True nor False."""
     for name, value in settings.items():
-        if value is not None and not (is_number(value) and 1 <= value < math.inf):
-            raise ValueError(f"{name} {value!r} must be a number of bytes from 1 up: 100 MB are 100_000_000")
+        if not is_switch(value):
+            raise ValueError(f"{name} {value!r} must be True or False")
+
+
+def check_bytes(**settings: float | None) -> None:
+    """ValueError for the first setting that is not a number of bytes that a device may have; None is a default."""
+    for name, value in settings.items():
+        number = as_number(value)
+        if value is not None and (number is None or not 1 <= number <= MOST_BYTES):
+            raise ValueError(f"{name} {value!r} must be a number of bytes from 1 up, such as 100_000_000 for 100 MB")
 
 
 def check_context(max_context: int | None, config) -> None:
@@ -67,13 +104,6 @@ def check_context(max_context: int | None, config) -> None:
     if max_context is not None and max_context > config.max_position_embeddings:
         most = f"{config.max_position_embeddings:,} positions"
         raise ValueError(f"max_context {max_context:,} is longer than the model's {most}")
-
-
-def check_positive(**settings: float | None) -> None:
-    """ValueError for the first setting that is not a finite number above 0; None is a default."""
-    for name, value in settings.items():
-        if value is not None and not (is_number(value) and 0 < value < math.inf):
-            raise ValueError(f"{name} {value!r} must be a finite number above 0")
 
 
 def choose(setting: str, value: str, *choices: str) -> str:
@@ -89,36 +119,41 @@ def choose(setting: str, value: str, *choices: str) -> str:
 def check_sampling(params) -> None:
     """Raise RequestError for a value of SamplingParams that cannot be meant.
 
-    Whole numbers of numpy or torch become Python's, and a single stop string becomes a tuple of one.
+    Numbers of numpy or torch become Python's, and a single stop string becomes a tuple of one.
     """
-    one = isinstance(params.stop, str) or not isinstance(params.stop, Iterable | None)
-    object.__setattr__(params, "stop", (params.stop,) if one else tuple(() if params.stop is None else params.stop))
+    keep = partial(object.__setattr__, params)  # the class is frozen
     for name in ("max_tokens", "top_k", "seed", "stop_after"):
         value = getattr(params, name)
-        if value is None and name != "max_tokens":
-            continue
-        if not is_whole(value):
-            raise RequestError(f"{name} {value!r} is not a whole number")
-        object.__setattr__(params, name, operator.index(value))
+        if value is not None or name == "max_tokens":
+            keep(name, as_whole(value))
+            if getattr(params, name) is None:
+                raise RequestError(f"{name} {value!r} is not a whole number")
     for name in ("temperature", "top_p"):
         value = getattr(params, name)
-        if value is None and name == "top_p":
-            continue
-        try:
-            if not is_number(value):
-                raise TypeError
-            object.__setattr__(params, name, float(value))
-        except (TypeError, OverflowError, RuntimeError):  # a text, 10**400, a complex number of torch
-            raise RequestError(f"{name} {value!r} is not a number") from None
-    if not all(isinstance(stop, str) for stop in params.stop):
+        if value is not None or name == "temperature":
+            keep(name, as_number(value))
+            if getattr(params, name) is None:
+                raise RequestError(f"{name} {value!r} is not a number")
+    if not is_switch(params.ignore_eos):
+        raise RequestError(f"ignore_eos {params.ignore_eos!r} must be True or False")
+    stop = (params.stop,) if isinstance(params.stop, str) else as_list(() if params.stop is None else params.stop)
+    if stop is None or not all(isinstance(each, str) for each in stop):
         raise RequestError(f"stop strings are texts, not {params.stop!r}; token ids belong in stop_ids")
-    if isinstance(params.stop_ids, str) or not (params.stop_ids is None or isinstance(params.stop_ids, Iterable)):
-        raise RequestError(f"stop_ids {params.stop_ids!r} is not a collection of token ids; texts belong in stop")
+    keep("stop", tuple(stop))
     if params.stop_ids is not None:
-        ids = params.stop_ids.tolist() if hasattr(params.stop_ids, "tolist") else params.stop_ids
-        ids = [ids] if isinstance(ids, int) else ids
-        object.__setattr__(params, "stop_ids", frozenset(whole_number(id, at, "stop_ids") for at, id in enumerate(ids)))
+        ids = [params.stop_ids] if getattr(params.stop_ids, "ndim", None) == 0 else as_list(params.stop_ids)
+        if ids is None or isinstance(params.stop_ids, str):
+            raise RequestError(f"stop_ids {params.stop_ids!r} is not a collection of token ids; texts belong in stop")
+        keep("stop_ids", frozenset(whole_number(id, at, "stop_ids") for at, id in enumerate(ids)))
     check_ranges(params)
+
+
+def as_list(values: object, most: int = MOST_STOPS) -> list | None:
+    """The first `most` of some values; None where it is no collection."""
+    try:
+        return list(islice(values, most))
+    except TypeError:
+        return None
 
 
 def check_ranges(params) -> None:
@@ -152,7 +187,7 @@ def check_request(engine, prompt, params, request_id=None, arrival=None) -> list
         raise RequestError(f"request_id {request_id!r} is neither a str nor an int")
     if request_id is not None and request_id in engine.unfinished:
         raise RequestError(f"request_id {request_id!r} is taken by a request that has not finished")
-    if arrival is not None and not (is_number(arrival) and math.isfinite(arrival)):
+    if arrival is not None and not math.isfinite(math.nan if as_number(arrival) is None else as_number(arrival)):
         raise RequestError(f"arrival must be a finite number of seconds on the engine's clock, not {arrival!r}")
     if isinstance(params, type) or not (hasattr(params, "stop_after") and hasattr(params, "greedy")):
         raise RequestError(f"params {params!r} are not SamplingParams: give SamplingParams(max_tokens=64)")
@@ -180,12 +215,13 @@ def token_ids(engine, prompt: Sequence[int] | str) -> list[int]:
         low, high = sorted((prompt[0], prompt[-1]))
         if low >= 0 and high < engine.config.vocab_size:
             return list(prompt)
-    try:
-        ids = list(prompt)
-    except TypeError:
+    if isinstance(prompt, Sized) and getattr(prompt, "ndim", 1):
+        check_fits(engine, len(prompt), 0)
+    ids = as_list(prompt, engine.max_context + 1)  # one that has no end is refused too
+    if ids is None:
         raise RequestError(
             f"a prompt is a list of token ids, or text, not {prompt!r}; and prompts is a list of such prompts"
-        ) from None
+        )
     return check_ids(ids, engine.config.vocab_size)
 
 
@@ -218,13 +254,11 @@ def check_ids(tokens: list, vocab_size: int) -> list[int]:
 
 def whole_number(token, place: int, where: str = "a prompt") -> int:
     """One token id of Python, numpy or torch; RequestError for anything else."""
-    try:
-        if "bool" not in str(getattr(token, "dtype", type(token))):
-            return operator.index(token)
-    except TypeError:
-        pass
-    said = f"token {token!r} at place {place} is not a whole number"
-    raise RequestError(f"{said}; {where} takes token ids" + (", or text" if where == "a prompt" else ""))
+    number = as_whole(token)
+    if number is None:
+        said = f"token {token!r} at place {place} is not a whole number"
+        raise RequestError(f"{said}; {where} takes token ids" + (", or text" if where == "a prompt" else ""))
+    return number
 
 
 def for_each_prompt(make, prompts, params) -> list:
@@ -234,15 +268,12 @@ def for_each_prompt(make, prompts, params) -> list:
     """
     if isinstance(prompts, str):
         raise RequestError("prompts is one string; pass a list of prompts")
-    try:
-        prompts = list(prompts)
-    except TypeError:
-        raise RequestError(f"prompts {prompts!r} is not a list of prompts") from None
-    every = list(params) if isinstance(params, list | tuple) else [params] * len(prompts)
-    if len(every) != len(prompts):
-        raise RequestError(f"{len(prompts)} prompts, but {len(every)} SamplingParams; give one, or one for each")
-    requests = []
-    for index, (prompt, own) in enumerate(zip(prompts, every, strict=True)):
+    if not isinstance(prompts, Iterable) or getattr(prompts, "ndim", 1) == 0:
+        raise RequestError(f"prompts {prompts!r} is not a list of prompts")
+    each, requests = isinstance(params, list | tuple), []
+    if each and isinstance(prompts, Sized) and len(prompts) != len(params):
+        raise RequestError(f"{len(prompts)} prompts, but {len(params)} SamplingParams; give one, or one for each")
+    for index, (prompt, own) in enumerate(zip(prompts, params if each else repeat(params), strict=each)):
         try:
             requests.append(make(prompt, own))
         except RequestError as error:
@@ -294,7 +325,7 @@ def usable_drafts(rows: Sequence, proposed, vocab_size: int) -> list:
     """Cut each row's drafts to its room, and before the first that is not in the vocabulary -> one q a row."""
     for row in rows:
         drafts = row.drafts if isinstance(row.drafts, Sequence) else ()
-        wrong = (at for at, id in enumerate(drafts) if not (is_whole(id) and 0 <= id < vocab_size))
+        wrong = (at for at, id in enumerate(drafts) if not (as_whole(id) is not None and 0 <= id < vocab_size))
         row.drafts = list(map(int, drafts[: min(row.num_drafts, next(wrong, len(drafts)))]))
     return list(proposed) if isinstance(proposed, Sequence) and len(proposed) == len(rows) else [None] * len(rows)
 

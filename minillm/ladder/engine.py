@@ -110,7 +110,7 @@ class Engine:
         request_id: any str or int that no unfinished request has; generated if None. arrival: seconds
         on the engine's clock, now by default; the request joins the queue then.
         """
-        request = self.make_request(prompt, params or SamplingParams(), request_id, arrival)
+        request = self.make_request(prompt, SamplingParams() if params is None else params, request_id, arrival)
         self.enqueue(request)
         return request.id
 

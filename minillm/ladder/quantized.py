@@ -22,6 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from minillm.guard.inputs import choose
 from minillm.ladder.attention import KVStorage, NativeStore
 from minillm.model.config import ModelConfig
 
@@ -148,8 +149,7 @@ def kv_storage(
     config: ModelConfig, kv_format: str, slots: int, device: str | torch.device = "cpu", key_transform=None
 ) -> KVStorage:
     """Storage for `slots` tokens in a format. ValueError for an unknown format, or a head_dim that it cannot pack."""
-    if kv_format not in STORES:
-        raise ValueError(f"unknown KV format {kv_format!r}; known: {', '.join(STORES)}")
+    choose("kv_format", kv_format, *STORES)
     keys, values = (STORES[kv_format](config, slots, device) for _ in range(2))
     return KVStorage(keys, values, device, key_transform)
 
