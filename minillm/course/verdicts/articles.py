@@ -3,7 +3,7 @@ verdict says whether the finding follows, not whether anything was measured."""
 
 from __future__ import annotations
 
-from minillm.course.verdicts.reading import Rows, digits, find, judged, near
+from minillm.course.verdicts.reading import Rows, find, judged, near
 from minillm.course.verdicts.words import Claim, Missing, Verdict, every, true
 
 PAGED, EIGHT, STATIC = "continuous, paged", "continuous, paged, 8-bit KV", "static batch of 8"
@@ -76,10 +76,10 @@ def h5(rows: Rows) -> Verdict:
         raise Missing("no request_gb")
     measured = (
         f"{row['context_tokens']:,} x {row['bytes_a_token']:,} bytes = {row['request_gb']:.4f} GB; "
-        f"{row['cache_gb']:g} GB hold {digits(row['fit'])} (claimed 111)"
+        f"{row['cache_gb']:g} GB hold {row['fit']:.2f} (claimed 111)"
     )
     exact = row["bytes_a_token"] == BYTES_A_TOKEN and round(row["request_gb"], 2) == REQUEST_GB
-    return judged(measured, true(exact), true(int(row["fit"]) == FIT))
+    return judged(measured, true(exact and int(row["fit"]) == FIT))
 
 
 CLAIMS = (

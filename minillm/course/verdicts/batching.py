@@ -53,8 +53,8 @@ def b2(rows: Rows) -> Verdict:
 
 
 def b3(rows: Rows) -> Verdict:
-    """Direction: past the last client that may be the knee (`knee_of`, within its spread) latency grows by more than
-    throughput, in per cent. Size: latency as clients to the 0.7 or more, throughput to the 0.3 or less (steps of
+    """Direction: past the last client that may be the knee (`knee_of`, within its spread) latency grows, and by more
+    than throughput, in per cent. Size: latency as clients to the 0.7 or more, throughput to the 0.3 or less (steps of
     a + b n seconds give 0.72 and 0.28 over three doublings), the knee from 10 to 99. Too small: runs in which fewer
     than three quarters of the clients run on average, or that end before twice the knee."""
     column(rows, "tokens_per_s")
@@ -73,6 +73,7 @@ def b3(rows: Rows) -> Verdict:
                       for name in ("itl_p50_ms", "tokens_per_s"))
     noise = math.log(1 + NOISE) / math.log(last["clients"] / past["clients"])
     gap = Reading(slower - faster, slower - faster - noise, slower - faster + noise, best.recorded)
+    waits = ratio(last, past, "itl_p50_ms")
     first = knees[0]["clients"]
     where = f"{first}" if first == past["clients"] else f"{first} to {past['clients']}"
     measured = (
@@ -81,7 +82,8 @@ def b3(rows: Rows) -> Verdict:
         f"about 1 and 0, +-{noise:.2f})"
     )
     tens = every(*(inside(row["clients"], 10, 99) for row in knees))
-    return judged(measured, more(gap, 0.0), every(tens, inside(slower, 0.7, 1.3), true(faster <= 0.3)), by=[gap])
+    size = every(tens, inside(slower, 0.7, 1.3), true(faster <= 0.3))
+    return judged(measured, every(more(gap, 0.0), more(waits)), size, by=[waits])
 
 
 def b4(rows: Rows) -> Verdict:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minillm.course.verdicts.memory import check_context
-from minillm.course.verdicts.reading import Rows, digits, find, judged, more, near, ratio
+from minillm.course.verdicts.reading import FACTOR, Rows, digits, find, judged, more, near, ratio
 from minillm.course.verdicts.words import Claim, Part, Verdict, every, true
 
 CLAIMED = {"static batch of 8": (310, 2.60), "continuous, paged": (2850, 0.28),
@@ -38,15 +38,16 @@ def g2(rows: Rows) -> Verdict:
     _, paged, eight = three(rows)
     check_context(rows)
     speed, tail = ratio(eight, paged, "tokens_per_s"), ratio(eight, paged, "latency_p99_s")
-    worse = more(tail)
-    if worse is Part.UNCLEAR and near(tail.high, MORE_TAIL) is Part.ANOTHER:
-        worse = Part.ANOTHER
+    worse, no_rise = more(tail), ""
+    if worse is Part.UNCLEAR and tail.high * FACTOR < MORE_TAIL:
+        worse, no_rise = Part.ANOTHER, ", no rise beyond the noise"
     knee = eight["arithmetic_ms"] > eight["reading_ms"]
+    bend = "a knee of compute" if knee else "not a knee of compute"
     measured = (
         f"{paged['clients']} to {eight['clients']} clients: {speed} times the tokens/s (claimed {MORE_SPEED:.2f}), "
-        f"{tail} times the p99 latency (claimed {MORE_TAIL:.2f}); a step reads for {digits(paged['reading_ms'])} and "
-        f"{digits(eight['reading_ms'])} ms and multiplies for {digits(paged['arithmetic_ms'])} and "
-        f"{digits(eight['arithmetic_ms'])}: " + ("a knee of compute" if knee else "not a knee of compute")
+        f"{tail} times the p99 latency (claimed {MORE_TAIL:.2f}){no_rise}; a step reads for "
+        f"{digits(paged['reading_ms'])} and {digits(eight['reading_ms'])} ms and multiplies for "
+        f"{digits(paged['arithmetic_ms'])} and {digits(eight['arithmetic_ms'])}: {bend}"
     )
     size = every(near(speed.value, MORE_SPEED), near(tail.value, MORE_TAIL))
     return judged(measured, every(more(speed), worse), size, true(knee), [speed, tail])
@@ -65,7 +66,8 @@ def g3(rows: Rows) -> Verdict:
     implied = ", ".join(f"{dollars * speed * 3600 / 1e6:.2f}" for speed, dollars in CLAIMED.values() if dollars)
     measured = (
         f"${static[cost]:.3g} and ${paged[cost]:.3g} a million tokens at ${static['price_per_hour']:g} an hour "
-        f"(claimed $2.60 and $0.28, which imply ${implied} an hour): {1 - paged[cost] / static[cost]:.0%} less (claimed 89 %)"
+        f"(claimed $2.60 and $0.28, which imply ${implied} an hour): {1 - paged[cost] / static[cost]:.0%} less "
+        "(claimed 89 %)"
     )
     return judged(measured, every(*right, true(paged[cost] < static[cost])), every(*sizes))
 

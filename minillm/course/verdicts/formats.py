@@ -51,6 +51,14 @@ def named(rows: Rows, *names: str) -> dict[str, dict]:
     return found
 
 
+def plain(rows: Rows) -> str:
+    """The name of the format that the others are held against: that of the model as loaded."""
+    names = [row.get(label(rows)) for row in rows]
+    if found := [name for name in ("fp32", "bf16", "fp16") if name in names]:
+        return found[0]
+    raise Missing("no row of 32 or 16 bits")
+
+
 def what(rows: Rows) -> str:
     """What is stored in fewer bits."""
     return "keys and values" if label(rows) == "scheme" else "weights (once 4-bit, then dequantised)"
@@ -73,10 +81,11 @@ def d2(rows: Rows) -> Verdict:
     of = named(rows, "fp8", "int8", "int4")
     gaps = [_minus(changed(of["int4"]), changed(of[name])) for name in of if name != "int4"]
     small = [less(changed(row), NOTICEABLE) for name, row in of.items() if name != "int4"]
-    order = less(_minus(changed(of["fp8"]), changed(of["int8"])), 0.0) if "fp8" in of else Part.AS_CLAIMED
+    order = less(_minus(changed(of["fp8"]), changed(of["int8"])), 0.0) if "fp8" in of else Part.NOT_TESTED
     listed = "; ".join(f"{name} {change(row)}" for name, row in of.items())
-    measured = f"{what(rows)}: perplexity by {listed}" + "; fp8 costs more than int8, not less" * (order is Part.ANOTHER)
-    measured += "" if "fp8" in of else "; fp8 is not there"
+    measured = f"{what(rows)}: perplexity by {listed}"
+    measured += {Part.ANOTHER: "; fp8 costs more than int8, not less",
+                 Part.NOT_TESTED: "; fp8 is not there"}.get(order, "")
     size = every(more(changed(of["int4"]), NOTICEABLE), *small, order)
     return judged(measured, every(*(more(gap, 0.0) for gap in gaps)), size)
 
@@ -91,11 +100,11 @@ def d3(rows: Rows) -> Verdict:
     """Direction: with one row each format of fewer bits is faster than the weights as loaded, and leaves room for more
     cache. Size: at the most rows measured each is still faster."""
     column(rows, "step_ms")
-    plain, most = rows[0]["weights"], max(row["rows"] for row in rows)
+    loaded, most = plain(rows), max(row["rows"] for row in rows)
     gains, parts, sizes, listed = [], [], [], []
-    for name in dict.fromkeys(row["weights"] for row in rows if row["weights"] != plain):
+    for name in dict.fromkeys(row["weights"] for row in rows if row["weights"] != loaded):
         before, after, crowd, packed = (find(rows, weights=each, rows=number) for number in (1, most)
-                                        for each in (plain, name))
+                                        for each in (loaded, name))
         alone, together = ratio(before, after, "step_ms"), ratio(crowd, packed, "step_ms")
         gains.append(alone)
         parts += [more(alone), true(after["cache_tokens_in_1_gib"] > before["cache_tokens_in_1_gib"])]
@@ -133,9 +142,11 @@ def d5(rows: Rows) -> Verdict:
     its error: copying a random text, in the perplexity of the copy, or finding codes in texts of all lengths together.
     Size: a tenth of its score. Shown is the format with the largest loss."""
     cases = []
-    for row in rows[1:]:
-        if row["change_percent"] < NOTICEABLE:
-            cases += [(fall, part, row, text) for fall, part, text in _abilities(rows[0], row)]
+    column(rows, "change_percent")
+    before = find(rows, **{label(rows): plain(rows)})
+    for row in rows:
+        if row is not before and row["change_percent"] < NOTICEABLE:
+            cases += [(fall, part, row, text) for fall, part, text in _abilities(before, row)]
     if not cases:
         raise Missing("no format whose perplexity grows by less than 1 %")
     found = [case for case in cases if case[1] is Part.AS_CLAIMED] or cases
@@ -165,8 +176,8 @@ def _abilities(before: dict, row: dict) -> list[tuple[float, Part, str]]:
 
 def d6(rows: Rows) -> Verdict:
     """For a default, nothing may get worse. Quality: int8 costs no noticeable perplexity (1 %), beyond its error, takes
-    half of the memory, and costs less than 1 % more than fp8. Speed: int8 weights are faster at some number of rows, and
-    slower at none."""
+    half of the memory, and costs less than 1 % more than fp8. Speed: int8 weights are faster at some number of rows,
+    and slower at none."""
     if rows and "times_faster" in rows[0]:
         return _d6_speed(rows)
     of = named(rows, "fp8", "int8", "int4")
@@ -182,7 +193,7 @@ def d6(rows: Rows) -> Verdict:
 
 def _d6_speed(rows: Rows) -> Verdict:
     """int8 weights against those as loaded, at every number of rows."""
-    gains = {row["rows"]: ratio(find(rows, weights=rows[0]["weights"], rows=row["rows"]), row, "step_ms")
+    gains = {row["rows"]: ratio(find(rows, weights=plain(rows), rows=row["rows"]), row, "step_ms")
              for row in rows if row["weights"] == "int8"}
     if len(gains) < 2:
         raise Missing("fewer than two rows with int8 weights")

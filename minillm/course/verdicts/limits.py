@@ -29,7 +29,7 @@ def a1(rows: Rows) -> Verdict:
     fewer layers take less time. Size: a step within 1.25 of the read of its weights. Cause, the read: what a further MB
     adds is within 1.25 of its read."""
     column(rows, "step_ms")
-    whole, part = rows[0], rows[-1]
+    whole, part = (pick(rows, key=lambda row: row["weight_mb"]) for pick in (max, min))
     faster = ratio(whole, part, "step_ms")
     direction = every(true(whole["mbu"] >= 3 * whole["mfu"]), more(faster))
     read_ms = whole["step_ms"] * whole["mbu"]

@@ -145,10 +145,10 @@ def column(rows: Rows, name: str) -> list:
 
 
 def repeated(rows: Rows, name: str) -> Reading:
-    """One figure of rows that measured the same set-up at different moments: their median, and at least their range."""
-    found = sorted(reading(row, name).value for row in rows)
-    middle = reading({name: found[len(found) // 2]}, name)
-    return Reading(middle.value, min(middle.low, found[0]), max(middle.high, found[-1]), False)
+    """One figure of rows that measured the same set-up at different moments: their median, and the range of all."""
+    found = sorted((reading(row, name) for row in rows), key=lambda each: each.value)
+    return Reading(found[len(found) // 2].value, min(each.low for each in found), max(each.high for each in found),
+                   all(each.recorded for each in found))
 
 
 def digits(value: float) -> str:
