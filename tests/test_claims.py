@@ -161,7 +161,7 @@ GIVEN = {
     "B7": Given([{"cv": cv, "static_steps": 48, "times_tokens_per_s": 1 + cv} for cv in (0.0, 1.0, 2.0)],
                 one("static_steps", 0, holds=[32], too_small=[31]) + one("times_tokens_per_s", 2, not_here=[1.05])
                 + [([(1, "times_tokens_per_s", 1.02), (2, "times_tokens_per_s", 1.08)], INCONCLUSIVE),
-                   ([(1, "times_tokens_per_s", 1.05), (2, "times_tokens_per_s", 1.2)], HOLDS)]),
+                   ([(1, "times_tokens_per_s", 1.05), (2, "times_tokens_per_s", 1.3)], HOLDS)]),
     "B8": Given(CURVE, [*one("tokens_per_s_each", 1, holds=[101.0, 108.0], not_here=[120.0]),
                         ([(1, "tokens_per_s_each_min", 70.0), (1, "tokens_per_s_each_max", 140.0)], INCONCLUSIVE)]),
     "B9": Given([{"replicas": n, "tokens_per_s": 100 + 12.5 * n, "mean_rows": 40 / n} for n in (1, 2, 4, 8)],
@@ -216,10 +216,11 @@ GIVEN = {
                 + one("change_percent", 3, inconclusive=[0.11], not_here=[0.05])
                 + [([(1, "change_percent", 0.9), (2, "change_percent", -0.2)], NOT_HERE)]),
     "E1": Given(DRAFTS, one("same_tokens", 4, not_here=[False]) + one("chi_square", 2, holds=[22.4], not_here=[22.5])),
-    "E2": Given(DRAFTS, one("times_plain", 0, holds=[1.25], in_direction=[1.26], inconclusive=[2.2], not_here=[3.0])
-                + one("times_plain", 1, holds=[1.4], in_direction=[1.22], other_reason=[1.0])),
-    "E3": Given(DRAFTS, one("speedup", 3, holds=[1.15], inconclusive=[1.04, 1.06], not_here=[0.9])),
-    "E4": Given(DRAFTS, one("speedup", 7, holds=[0.94], in_direction=[0.97, 1.4], inconclusive=[2.4], not_here=[3.0])),
+    "E2": Given(DRAFTS, one("times_plain", 0, holds=[1.25], in_direction=[1.26, 1.7], inconclusive=[2.1],
+                            not_here=[3.0])
+                + one("times_plain", 1, holds=[1.5], in_direction=[1.4], other_reason=[0.9])),
+    "E3": Given(DRAFTS, one("speedup", 3, holds=[1.25], inconclusive=[1.09, 1.15], not_here=[0.9])),
+    "E4": Given(DRAFTS, one("speedup", 7, holds=[0.9], in_direction=[0.92, 1.4], inconclusive=[2.4], not_here=[3.1])),
     "F1": Given([{"clients": n, "tokens_per_s": 100.0 * n**0.5, "latency_p99_s": 2.0 + n / 16} for n in (1, 16, 256)],
                 one("latency_p99_s", 2, holds=[2.4], not_here=[2.1]) + one("tokens_per_s", 2, inconclusive=[105.0],
                                                                            not_here=[90.0])),

@@ -269,7 +269,8 @@ def test_a_page_judges_its_own_rows_and_shows_every_recorded_run(tmp_path):
                         "No GPU run is recorded yet for B1, B3."]
     Measurement("batch_curve", GPU, step_times(200.0)).save(tmp_path)
     text = ledger({"B1": step_times(24.0)}, tmp_path)
-    assert here[1].startswith("    here: holds: 8 rows give 6.67 (6.06 to 7.33) times the output in 1.2 (")
+    refuted = "recorded, NVIDIA A100: does not hold here: 8 rows give 0.8 (0.727 to 0.88) times"
+    assert refuted in text and "No GPU" not in text
 
 
 def test_rows_that_do_not_tell_and_claims_that_nobody_knows(tmp_path):

@@ -3,7 +3,7 @@ verdict says whether the finding follows, not whether anything was measured."""
 
 from __future__ import annotations
 
-from minillm.course.verdicts.reading import Rows, find, judged, near
+from minillm.course.verdicts.reading import FACTOR, Rows, barely, find, judged, near
 from minillm.course.verdicts.words import Claim, Missing, Verdict, every, true
 
 PAGED, EIGHT, STATIC = "continuous, paged", "continuous, paged, 8-bit KV", "static batch of 8"
@@ -61,7 +61,8 @@ def h4(rows: Rows) -> Verdict:
     found = {setup: find(rows, setup=setup) for setup in GAUGES}
     static, paged = found.values()
     measured = "; ".join(f"{row['rows']} rows: bandwidth {row['bandwidth_share']:.0%}, arithmetic "
-                         f"{row['arithmetic_share']:.1%} (claimed {GAUGES[setup]:.0%})" for setup, row in found.items())
+                         f"{row['arithmetic_share']:.1%} (claimed {GAUGES[setup]:.0%}"
+                         f"{barely(row['bandwidth_share'], GAUGES[setup] * FACTOR)})" for setup, row in found.items())
     eight = find(rows, setup=EIGHT)
     measured += (f"; {eight['rows']} rows: {eight['bandwidth_share']:.0%} and {eight['arithmetic_share']:.1%}. Time in "
                  "use would read 100 % in all: of the three only the bandwidth's share comes near")

@@ -59,8 +59,9 @@ def a2(rows: Rows) -> Verdict:
         f"bandwidth; the best lot reaches {gain} times its share of the arithmetic (claimed 1)"
     )
     if noise > NOISE:
-        measured += f"; the same prompt at two moments of this run: {1 + noise:.2f} times apart"
-    return judged(measured, every(more(bound), less(gain, 2)), true(gain.value <= FACTOR), by=[bound])
+        measured += f"; the same prompt ran at two moments {1 + noise:.2f} times apart, which is taken as noise"
+    return judged(measured, every(more(bound), less(gain, 2)), true(gain.value <= FACTOR),
+                  by=[bound] * (noise == NOISE))
 
 
 def _apart(rows: Rows) -> float:

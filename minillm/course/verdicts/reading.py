@@ -14,6 +14,7 @@ FACTOR = 1.25  # a figure is met within this factor
 # (continuous_vs_static, gain_by_spread: 2 to 11 % on two cores), and the widest error allowed to virtual time.
 NOISE = 0.10
 TURNS = 3  # fewer runs have no spread
+RATIOS = ("speedup", "times_plain", "times_tokens_per_s")  # columns that are ratios already
 SPREADS = {"tokens_per_s": ("min", "max"), "times_tokens_per_s": ("times_tokens_min", "times_tokens_max")}
 
 
@@ -44,7 +45,7 @@ def reading(row: dict, name: str, noise: float = NOISE) -> Reading:
         for low, high in ((f"{name}_min", f"{name}_max"), SPREADS.get(name, ("", ""))):
             if row.get(low) is not None and row.get(high) is not None:
                 return Reading(value, row[low], row[high], True)
-    width = math.sqrt(1 + noise)  # so that a ratio of two has `noise`
+    width = 1 + noise if name in RATIOS else math.sqrt(1 + noise)  # so that a ratio of two has `noise`
     if name == "step_ms" and row.get("min_ms"):
         width = max(width, value / row["min_ms"])
     return Reading(value, value / width, value * width, noise == 0)
