@@ -29,13 +29,15 @@ def test_a_number_typed_into_a_table_is_found():
 
 def test_every_claim_has_its_line_and_a_verdict_typed_over_is_found():
     from minillm.course.ledger import LEDGER
-    from minillm.course.verdicts import HOLDS, NOT_HERE, NOT_MEASURED
+    from minillm.course.verdicts import words
 
+    known = [words.HOLDS, words.IN_DIRECTION, words.OTHER_REASON, words.NOT_HERE, words.INCONCLUSIVE, words.TOO_SMALL,
+             words.NOT_MEASURED]
     table = CLAIMS.splitlines()
     for claim in LEDGER:
         (line, *_) = [line for line in table if line.startswith(f"| {claim.id} |")]
-        verdict = next(word for word in (HOLDS, NOT_HERE, NOT_MEASURED) if f"| {word}" in line)
-        other = line.replace(f"| {verdict}", f"| {NOT_HERE if verdict == HOLDS else HOLDS}")
+        verdict = next(word for word in known if f"| {word} |" in line)
+        other = line.replace(f"| {verdict} |", f"| {words.NOT_HERE if verdict == words.HOLDS else words.HOLDS} |")
         assert readme.with_blocks(CLAIMS.replace(line, other)) == CLAIMS
 
 

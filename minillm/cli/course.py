@@ -41,7 +41,10 @@ def add_claims(commands) -> None:
     parser = commands.add_parser("claims", help="what articles say of serving, and what was measured of it")
     parser.add_argument("ids", nargs="*", metavar="ID", help="claims, such as A1; all of them if none is named")
     parser.add_argument("--root", metavar="DIR", help="a folder of measurements (default: those of this checkout)")
-    parser.add_argument("--markdown", action="store_true", help="as the table of notebooks/CLAIMS.md")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--audit", action="store_true",
+                       help="claimed and measured figure, direction, size, cause, device, file and commit of each")
+    shown.add_argument("--markdown", action="store_true", help="as the table of notebooks/CLAIMS.md")
     add_json(parser)
     parser.set_defaults(run=in_course("claims"))
 

@@ -5,6 +5,7 @@ Each takes the parsed arguments, prints, and returns the exit status.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -99,6 +100,8 @@ def claims(arguments) -> int:
     findings = ledger.find_all(arguments.root or MEASUREMENTS, tuple(known[name] for name in arguments.ids or known))
     if arguments.markdown:
         print(ledger.as_markdown(findings))
+    elif arguments.audit:
+        print(ledger.as_audit(findings, shutil.get_terminal_size().columns))
     else:
         for row in ledger.as_rows(findings):
             print(f"{row['id']:>3}  {row['verdict'].upper()} on {cell(row['device'] or None)}\n     {row['claim']}")

@@ -1,4 +1,5 @@
-"""Part G, the articles' worked example (notebook 10): three set-ups in virtual time, and on the device at hand."""
+"""Parts G and H, the articles' worked example (notebook 10): three set-ups in virtual time and on this device, and what
+the articles' own figures imply."""
 
 from __future__ import annotations
 
@@ -13,9 +14,13 @@ from minillm.fast.engine import Engine
 from minillm.fast.memory import native_format
 from minillm.guard.inputs import check_at_least, check_positive
 from minillm.ladder.quantized import kv_bytes_per_token
+from minillm.load.config import ModelConfig
 from minillm.measure import metrics
-from minillm.measure.measurement import Measurement, Spread
+from minillm.measure.capacity import GB, capacity
+from minillm.measure.measurement import EXACT, Measurement, Spread, provenance
+from minillm.measure.roofline import Ceilings, StepShape, StepWork, least_work
 from minillm.measure.service import PRICE, Service
+from minillm.measure.virtual import DEVICES, DataSheet
 from minillm.measure.workload import numbered_ids, play
 from minillm.measure.workload import worked_example as workload
 
@@ -30,13 +35,16 @@ def setups(static_batch: int = 8, native: str = "bf16") -> tuple[tuple[str, str,
 SETUPS = setups()
 COMPARED = {"peak_rows": "requests at once", "tokens_per_s": "tokens/s", "ttft_p50_s": "TTFT p50, s",
             "latency_p99_s": "latency p99, s", COST: "cost per 1M output tokens, $"}
-# What the articles say of these set-ups: an 8B model on one A100 80 GB, 4k contexts, answers of 300
-# tokens. The figures are theirs, not measured here; None where they give none.
+# What the articles say of these set-ups: an 8B model on one A100 80 GB. The figures are theirs, not measured here; None
+# where they give none.
 ARTICLES = (
-    {"peak_rows": 8, "tokens_per_s": 310, "ttft_p50_s": 1.4, "latency_p99_s": None, COST: 2.60},
-    {"peak_rows": 111, "tokens_per_s": 2850, "ttft_p50_s": 0.9, "latency_p99_s": 4.1, COST: 0.28},
-    {"peak_rows": 222, "tokens_per_s": 3900, "ttft_p50_s": None, "latency_p99_s": 6.8, COST: None},
+    {"peak_rows": 8, "tokens_per_s": 310, "ttft_p50_s": 1.4, "latency_p99_s": None, "utilisation": 0.31, COST: 2.60},
+    {"peak_rows": 111, "tokens_per_s": 2850, "ttft_p50_s": 0.9, "latency_p99_s": 4.1, "utilisation": 0.78, COST: 0.28},
+    {"peak_rows": 222, "tokens_per_s": 3900, "ttft_p50_s": None, "latency_p99_s": 6.8, "utilisation": None, COST: None},
 )
+MODEL, SHEET = ModelConfig.preset("llama-3-8b"), DEVICES["a100-80gb"]
+CONTEXT, ANSWER = 4096, 300  # tokens: of a request, and of its answer
+WEIGHTS_GB, OVERHEAD_GB = 16, 4  # of the 80 of the device
 
 
 def worked_example_rows(
@@ -65,9 +73,26 @@ def worked_example_rows(
 
 def worked_example(setting: Setting) -> Measurement:
     """The articles' service, with as many clients as fit and every history in the cache, as their figures imply."""
-    rows = worked_example_rows(Service(prompts_received=True), requests=setting.size(220, None),
-                               scale=setting.size(0.1, 1.0))
-    return simulated("worked_example", [{**row, "price_per_hour": PRICE} for row in rows], setting)
+    service, scale = Service(prompts_received=True), setting.size(0.1, 1.0)
+    rows = worked_example_rows(service, requests=setting.size(220, None), scale=scale)
+    shares = [memory_and_step(row, kv_format, round(CONTEXT * scale), service)
+              for row, (_, kv_format, _) in zip(rows, SETUPS, strict=True)]
+    rows = [{**row, "price_per_hour": PRICE, **more} for row, more in zip(rows, shares, strict=True)]
+    return simulated("worked_example", rows, setting)
+
+
+def memory_and_step(row: dict, kv_format: str, context: int, service: Service) -> dict:
+    """Of a set-up's row: what its weights and the cache of its most rows take, and the least reading and arithmetic of
+    a step of its mean rows at full context, at the service's own rates."""
+    shape = StepShape.decode([context] * round(row["mean_rows"]))
+    work = least_work(service.cost.config, kv_format, shape, service.cost.weight_bytes)
+    return {
+        "context_tokens": context, "weights_gb": service.capacity(context).weights_gb,
+        "kv_peak_gb": row["peak_rows"] * context * kv_bytes_per_token(service.cost.config, kv_format) / GB,
+        "reading_ms": work.bytes / service.cost.bytes_per_s * 1e3,
+        "arithmetic_ms": work.flops / service.cost.flops_per_s * 1e3,
+        "step_ms": row["mean_rows"] / row["tokens_per_s"] * 1e3,
+    }
 
 
 def beside_the_articles(rows: Sequence[dict]) -> list[dict]:
@@ -86,6 +111,80 @@ def beside_the_articles(rows: Sequence[dict]) -> list[dict]:
             if not ratio or ARTICLES[0][key]:
                 table.append(row)
     return table
+
+
+# -- the articles against themselves --------------------------------------------------------------
+
+
+def articles_sums(setting: Setting) -> Measurement:
+    """Part H: `articles_table` as a measurement, which is arithmetic and needs no device."""
+    source = provenance("llama-3-8b on a100-80gb", "bf16", EXACT, setting.seed, None)
+    return Measurement("articles_sums", source, articles_table())
+
+
+def articles_table() -> list[dict]:
+    """What the articles' figures imply, a row for each set-up, from ARTICLES and the inputs below it alone.
+
+    rows, tokens_per_s, latency_p99_s and utilisation are theirs. The others follow: Little's law (`little`), the least
+    that a step reads and multiplies (`bandwidth_floor`), the shares of both limits that their tokens/s need
+    (`gauges_of`), and the memory of one request (`request_memory`).
+    """
+    table = []
+    for (setup, kv_format, _), theirs in zip(SETUPS, ARTICLES, strict=True):
+        rows, speed, p99 = theirs["peak_rows"], theirs["tokens_per_s"], theirs["latency_p99_s"]
+        stay = little(rows, speed)
+        table.append({
+            "setup": setup, "kv_format": kv_format, "rows": rows, "tokens_per_s": speed, "latency_p99_s": p99,
+            "utilisation": theirs["utilisation"], **stay,
+            "slowest_mean_s": slowest_mean(stay["mean_stay_s"], p99) if p99 else None,
+            **bandwidth_floor(rows, kv_format), **gauges_of(rows, speed, kv_format), **request_memory(kv_format),
+        })
+    return table
+
+
+def little(present: float, tokens_per_s: float, answer: int = ANSWER) -> dict:
+    """Little's law, L = lambda W: the requests per second that these tokens are, and the seconds that each stays."""
+    rate = tokens_per_s / answer
+    return {"requests_per_s": rate, "mean_stay_s": present / rate}
+
+
+def slowest_mean(mean_s: float, p99_s: float) -> float:
+    """The mean latency that the slowest 1 % must have, if all are `mean_s` on average and 99 % at most `p99_s`."""
+    return (mean_s - 0.99 * p99_s) / 0.01
+
+
+def step_work(rows: int, kv_format: str = "bf16", context: int = CONTEXT) -> StepWork:
+    """The least bytes and FLOPs of a decode step of the articles' model: all its weights, and `rows` full contexts."""
+    return least_work(MODEL, kv_format, StepShape.decode([context] * rows), WEIGHTS_GB * GB)
+
+
+def bandwidth_floor(rows: int, kv_format: str = "bf16", context: int = CONTEXT, sheet: DataSheet = SHEET) -> dict:
+    """A decode step's least time by the device's data sheet, for reading and for arithmetic, and the most tokens/s."""
+    work, limits = step_work(rows, kv_format, context), sheet_limits(sheet)
+    return {
+        "read_gb": work.bytes / GB, "kv_gb": work.bytes / GB - WEIGHTS_GB, "tflop": work.flops / 1e12,
+        "reading_ms": work.bytes / limits.bytes_per_s * 1e3, "arithmetic_ms": work.flops / limits.flops_per_s * 1e3,
+        "bound_by": limits.bound_by(work), "most_tokens_per_s": rows / limits.least_seconds(work),
+    }
+
+
+def gauges_of(rows: int, tokens_per_s: float, kv_format: str = "bf16", sheet: DataSheet = SHEET) -> dict:
+    """The step's time that these tokens/s imply, and the shares of bandwidth and arithmetic that it needs."""
+    work, limits, seconds = step_work(rows, kv_format), sheet_limits(sheet), rows / tokens_per_s
+    return {"step_ms": seconds * 1e3, "bandwidth_share": limits.mbu(work, seconds),
+            "arithmetic_share": limits.mfu(work, seconds)}
+
+
+def sheet_limits(sheet: DataSheet) -> Ceilings:
+    """What the maker promises, as limits of the roofline."""
+    return Ceilings(sheet.gb_per_s * 1e9, sheet.tflops * 1e12)
+
+
+def request_memory(kv_format: str = "bf16", context: int = CONTEXT) -> dict:
+    """The cache of one request, and how many such the memory holds beside weights and overhead, not rounded."""
+    found = capacity(MODEL, SHEET.memory_gb, WEIGHTS_GB, OVERHEAD_GB, context, kv_format)
+    return {"context_tokens": context, "bytes_a_token": found.kv_bytes_per_token, "request_gb": found.request_gb,
+            "cache_gb": found.cache_gb, "fit": found.cache_gb / found.request_gb}
 
 
 # -- on the device at hand ------------------------------------------------------------------------
