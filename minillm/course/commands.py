@@ -15,7 +15,7 @@ from minillm.course.experiments import ladder as rungs
 from minillm.course.grading import classroom, report
 from minillm.course.setting import Setting
 from minillm.course.show.live import ticking
-from minillm.course.show.output import bar, write, write_json
+from minillm.course.show.output import bar, say_if_busy, write, write_json
 from minillm.course.show.recorded import heading
 from minillm.course.show.tables import cell, filled, tables, text_table
 from minillm.guard.inputs import check_at_least
@@ -23,7 +23,6 @@ from minillm.ladder.quantized import native_format
 from minillm.measure.measurement import MEASUREMENTS, Measurement, device_name
 from minillm.measure.service import Service
 
-EXPERIMENT_COLUMNS = {"name": "experiment", "seconds": "--quick takes s", "claims": "claims", "about": "what it shows"}
 OVERHEAD_COLUMNS = {
     "batch_rows": "rows", "queued": "queued", "step_ms": "step ms", "min_ms": "min", "max_ms": "max",
 }
@@ -38,11 +37,6 @@ DECODE_COLUMNS = {
 
 def measure(arguments) -> int:
     """Status 1 if an experiment failed."""
-    if arguments.list:
-        rows = [{"name": e.name, "seconds": e.seconds, "claims": " ".join(e.claims), "about": e.about}
-                for e in catalogue.EXPERIMENTS.values()]
-        print(text_table(rows, EXPERIMENT_COLUMNS))
-        return 0
     if arguments.save and (arguments.quick or arguments.out):
         raise ValueError("--save is for full sizes, in their own place: leave out --quick and --out")
     check_at_least(0, budget_s=arguments.budget_s)
@@ -78,13 +72,15 @@ def _run_all(arguments, names: list[str], root: Path) -> tuple[list[Measurement]
             continue
         found.append(outcome.measurement)
         print(f"{name}: {heading(outcome.measurement)}")
-        rows, chosen = outcome.measurement.rows, catalogue.find(name).tables
+        rows, chosen = outcome.measurement.rows, catalogue.find(name).columns
         print("\n\n".join(text_table(rows, filled(rows, each)) for each in chosen) if chosen else tables(rows))
         if name in PICTURES:
             picture = path.with_suffix(".png")
             PICTURES[name](outcome.measurement.rows).savefig(picture, dpi=110, bbox_inches="tight")
             print(f"drawn in {picture}")
-        print(f"{outcome.report(arguments.budget_s)}; written to {path}\n", flush=True)
+        print(f"{outcome.report(arguments.budget_s)}; written to {path}")
+        say_if_busy(outcome.measurement.disturbed)
+        print(flush=True)
     return found, failed
 
 
@@ -120,7 +116,7 @@ def ladder(arguments) -> int:
     items = rungs.chat_requests(tokenizer, requests, max_tokens)
     print(f"{arguments.model} in {native_format(model.dtype)} on {device_name(model.device)}")
     print(f"{rungs.describe(items)}. Every rung, {rungs.TURNS} times in turns:", flush=True)
-    result = rungs.ladder(model, tokenizer, arguments.model, items, arguments.kv_memory, _bar_or_line)
+    result = rungs.ladder(model, tokenizer, arguments.model, items, arguments.kv_memory, bar)
     print(f"\n{rungs.ladder_table(result.rows)}\n\n{rungs.ladder_notes(result.rows)}")
     for row in result.rows:
         for d in row["divergences"]:
@@ -131,19 +127,13 @@ def ladder(arguments) -> int:
     return 1 if any(row["identical"] is False for row in result.rows) else 0
 
 
-def _bar_or_line(label: str, total: int):
-    """A bar, or where no terminal shows one, a line."""
-    if not sys.stderr.isatty():
-        print(label, file=sys.stderr, flush=True)
-    return bar(label, total)
-
-
 def decode(arguments) -> int:
     """`bench decode`: steps by batch."""
     try:
         batches = [int(part) for part in arguments.batch.split(",")]
     except ValueError:
         raise ValueError(f"--batch {arguments.batch!r}: give whole numbers with commas, such as 1,8,32") from None
+    print(f"decode on {arguments.model}: {arguments.steps} steps at each of the batches {arguments.batch}", flush=True)
     setting = Setting(model_name=arguments.model, gpu_model=arguments.model, progress=bar)
     settings = {} if arguments.kv_format == "auto" else {"kv_format": arguments.kv_format}
     result = batching.decode(setting, (batches, arguments.context, arguments.steps), arguments.against, **settings)

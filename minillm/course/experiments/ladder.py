@@ -22,10 +22,11 @@ from minillm.course.show.tables import cell, text_table
 from minillm.fast.engine import Engine
 from minillm.ladder.decode import NoCache, decode_cached, decode_recomputing
 from minillm.ladder.quantized import kv_bytes_per_token, native_format
+from minillm.ladder.records import StepRecord
 from minillm.ladder.request import SamplingParams
 from minillm.ladder.speculative import NgramProposer, Speculator
 from minillm.measure import metrics
-from minillm.measure.measurement import Measurement, Spread, provenance
+from minillm.measure.measurement import Measurement, Spread, Watch, provenance
 from minillm.measure.workload import WorkItem, lognormal, play_by_step
 
 # How far apart the two likeliest logits may be where two rungs are allowed to disagree: sums in
@@ -89,12 +90,14 @@ class Task:
 
 @dataclass
 class Run:
-    """What one rung did with its requests in one turn. ends_s: of each request, where they ran one after another."""
+    """What one rung did with its requests in one turn. ends_s: of each request, where they ran one after another;
+    steps: an engine's, where they ran on one."""
 
     outputs: list[list[int]]
     seconds: float
     details: dict
     ends_s: list[float] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
 
     @property
     def tokens_per_s(self) -> float:
@@ -165,14 +168,16 @@ def ladder(
     tasks = [Task(rung, **alone) if rung.alone else Task(rung, items[: rung.first], kv_memory) for rung in RUNGS]
     _refuse_what_cannot_run(model, tasks)
     _warm_up(model, items)
-    runs = _in_turns(model, tasks, progress)
+    watch = Watch()
+    runs = _in_turns(model, tasks, progress, watch)
     references = {  # rung 1's tokens, and rung 2's for the requests that rung 1 did not run
         False: runs[1][0].outputs + runs[FIRST_BATCHED][0].outputs[len(tasks[1].items) :],
         True: [list(decode_cached(model, item.prompt_ids, item.output_tokens)) for item in copying],
     }
     rows = [_row(model, task, runs, references[task.rung.alone]) for task in tasks]
     spread = Spread.of([run.tokens_per_s for run in runs[MAIN]], warmups=1)
-    return Measurement("ladder", provenance(name, native_format(model.dtype), model.device, SEED, spread), rows)
+    load = watch.found(model.device.type == "cpu")
+    return Measurement("ladder", provenance(name, native_format(model.dtype), model.device, SEED, spread, **load), rows)
 
 
 def _refuse_what_cannot_run(model, tasks: Sequence[Task]) -> None:
@@ -184,13 +189,15 @@ def _refuse_what_cannot_run(model, tasks: Sequence[Task]) -> None:
                 engine.add(item.prompt_ids, item.params)
 
 
-def _in_turns(model, tasks: Sequence[Task], progress: Progress) -> list[list[Run]]:
-    """Every task once a turn; the runs of each."""
+def _in_turns(model, tasks: Sequence[Task], progress: Progress, watch: Watch) -> list[list[Run]]:
+    """Every task once a turn; the runs of each. watch: told how busy the machine is."""
     runs: list[list[Run]] = [[] for _ in tasks]
     for turn in range(1, TURNS + 1):
         for task, mine in zip(tasks, runs, strict=True):
             with progress(f"turn {turn} of {TURNS}, rung {task.rung.number}: {task.rung.name}", len(task.items)) as bar:
-                mine.append(_run(model, task, bar))
+                with watch:
+                    mine.append(_run(model, task, bar))
+                watch.compare_steps(mine[-1].steps)
     return runs
 
 
@@ -241,7 +248,7 @@ def _run_engine(engine: Engine, items: Sequence[WorkItem], bar) -> Run:
         "kv_held_mb": found["kv"]["peak_reserved_tokens"] * per_token,
         "kv_used_mb": found["kv"]["peak_used_tokens"] * per_token,
     }
-    return Run(outputs, found["span_s"], details)
+    return Run(outputs, found["span_s"], details, steps=engine.records.steps)
 
 
 def _warm_up(model, items: Sequence[WorkItem]) -> None:

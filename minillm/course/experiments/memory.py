@@ -10,7 +10,7 @@ from minillm.course.experiments.common import decode_seconds, serve, warm_up
 from minillm.course.experiments.limits import one_cached_step
 from minillm.course.experiments.service import simulated, under_load
 from minillm.course.figures import LATENCIES, service_row
-from minillm.course.setting import Setting
+from minillm.course.setting import Setting, timed
 from minillm.fast.engine import Engine
 from minillm.ladder.quantized import kv_bytes_per_token, kv_storage, native_format
 from minillm.ladder.records import Records
@@ -50,6 +50,7 @@ def token_row(name: str, config: ModelConfig) -> dict:
 # -- on the device --------------------------------------------------------------------------------
 
 
+@timed
 def memory_by_policy(setting: Setting) -> Measurement:
     """The same requests in the same bytes, as slots and as pages: how many ran at once, and what was wasted."""
     model, rows = setting.timed_model, []
@@ -81,6 +82,7 @@ def memory_row(records: Records, token_bytes: int) -> dict:
     }
 
 
+@timed
 def prefix_sharing(setting: Setting, prompts: Sequence[Sequence[int]] | None = None, tokens: int = 4) -> Measurement:
     """The same prompts one after another: without sharing, with it, and with another first token each.
 
@@ -107,6 +109,7 @@ def prefix_sharing(setting: Setting, prompts: Sequence[Sequence[int]] | None = N
     return setting.measured("prefix_sharing", rows)
 
 
+@timed
 def cost_of_blocks(setting: Setting, steps: int = 8) -> Measurement:
     """A decode step of one sequence: keys and values in one run (rung 1), and gathered block by block (rung 4)."""
     model, rows, spreads = setting.timed_model, [], []

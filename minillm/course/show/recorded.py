@@ -31,7 +31,7 @@ def heading(run: Measurement) -> str:
     """Where and when a measurement was made."""
     p = run.provenance
     ran = () if p.model == SEE_ROWS else (f"{p.model} in {p.dtype}", f"torch {p.torch}")
-    parts = p.device, *ran, p.date[:10], f"commit {p.commit[:10]}", run.missing
+    parts = p.label, *ran, p.date[:10], f"commit {p.commit[:10]}", "made on a busy machine" * p.busy, run.missing
     return ", ".join(part for part in parts if part)
 
 
