@@ -6,6 +6,7 @@ Each takes the parsed arguments, prints, and returns the exit status.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -75,13 +76,20 @@ def _run_all(arguments, names: list[str], root: Path) -> tuple[list[Measurement]
         rows, chosen = outcome.measurement.rows, catalogue.find(name).columns
         print("\n\n".join(text_table(rows, filled(rows, each)) for each in chosen) if chosen else tables(rows))
         if name in PICTURES:
-            picture = path.with_suffix(".png")
-            PICTURES[name](outcome.measurement.rows).savefig(picture, dpi=110, bbox_inches="tight")
-            print(f"drawn in {picture}")
+            _draw(PICTURES[name], outcome.measurement.rows, path.with_suffix(".png"))
         print(f"{outcome.report(arguments.budget_s)}; written to {path}")
         say_if_busy(outcome.measurement.disturbed)
         print(flush=True)
     return found, failed
+
+
+def _draw(draw: Callable, rows: list[dict], picture: Path) -> None:
+    """The picture beside its file; one that fails costs a warning, and no measurement."""
+    try:
+        draw(rows).savefig(picture, dpi=110, bbox_inches="tight")
+        print(f"drawn in {picture}")
+    except Exception as error:
+        print(f"{picture} could not be drawn: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def claims(arguments) -> int:

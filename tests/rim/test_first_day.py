@@ -234,3 +234,70 @@ def test_an_older_record_shows_the_instruction_set_that_it_noted_elsewhere():
     new = Provenance("AMD EPYC, 2 threads, AVX2, 12 GB/s", "Linux 6.18, AVX2", "2", "fp32", "m", "abc", "", 0, 0, 1)
     gpu = Provenance("NVIDIA A100", "550, CUDA 12.8", "2", "bf16", "m", "abc", "", 0, 0, 1)
     assert (new.label, gpu.label) == (new.device, "NVIDIA A100")
+
+
+# -- pictures and sliders, where a host lacks what they are shown with ----------------------------
+
+
+@pytest.mark.parametrize("backend", ["module://matplotlib_inline_of_another_host.backend", "nonsense", "qtagg", "Agg"])
+def test_pictures_are_drawn_whatever_backend_the_host_has_chosen(backend, tmp_path):
+    run = fresh(
+        "from minillm.course.show.plots import bars\n"
+        "figure = bars([{'kv': 'slots', 'used': 1}], 'kv', {'used': 'used'}, 'title', 'MB')\n"
+        "figure.savefig('a.png'); print(figure._repr_png_()[:4])", cwd=tmp_path, MPLBACKEND=backend,
+    )
+    assert run.stdout == "b'\\x89PNG'\n", run.stderr
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_fails_costs_a_warning_and_no_experiment(monkeypatch, tmp_path, capsys):
+    from minillm.course import catalogue
+    from minillm.course.show import plots
+    from minillm.measure.measurement import provenance
+
+    def experiment(name):
+        monkeypatch.setattr("minillm.measure.measurement.current_commit", lambda: "abc")
+        source = provenance("m", "fp32", "virtual time", 0, None)
+        return catalogue.Experiment(name, lambda setting: Measurement(name, source, [{"number": 1}]), "numbers")
+
+    def broken(rows):
+        raise RuntimeError("no fonts here")
+
+    monkeypatch.setattr(catalogue, "EXPERIMENTS", {name: experiment(name) for name in ("knee", "last")})
+    monkeypatch.setattr(plots, "PICTURES", {"knee": broken})
+    assert main(["measure", "--out", str(tmp_path)]) == 0
+    assert "knee.png could not be drawn: RuntimeError: no fonts here" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.glob("*/*")} == {"knee.json", "last.json"}
+
+
+WITHOUT_WIDGETS = "import sys; sys.modules['ipywidgets'] = None\n"
+
+
+def test_every_panel_shows_its_first_picture_where_ipywidgets_is_not_installed():
+    run = fresh(WITHOUT_WIDGETS + """
+from minillm.course.experiments.common import count
+from minillm.course.show import explore, widgets
+from minillm.load.config import ModelConfig
+from minillm.measure.workload import lognormal
+
+records = count(ModelConfig.preset("smollm2-135m"), lognormal(1.0, 4, 6, 8), max_batch=2)
+
+class Letters:
+    def decode(self, ids):
+        return "x" * len(ids)
+
+for _ in range(2):  # a cell that is run again
+    panels = [widgets.schedule_stepper(records, start=2), widgets.pool_explorer(), widgets.capacity_explorer(),
+              widgets.draft_stepper(Letters(), [explore.DraftRound([2, 3], 1, [2, 9])])]
+print([list(panel._repr_mimebundle_()) for panel in panels])
+panels[0].close()
+""")
+    assert run.stdout == "[['image/png'], ['image/png'], ['image/png'], ['text/html']]\n", run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["03_continuous_batching", "04_paged_kv", "06_speculative", "08_capacity"])
+def test_a_page_runs_where_ipywidgets_is_not_installed(page, smollm2_dir):
+    source = ROOT / "notebooks" / "src" / f"{page}.py"
+    run = fresh(WITHOUT_WIDGETS + f"import runpy; runpy.run_path({str(source)!r})", MINILLM_QUICK="1")
+    assert run.returncode == 0, run.stderr

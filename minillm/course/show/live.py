@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
@@ -167,6 +168,7 @@ def bar(items: Sequence[Item], label: str) -> Iterable[Item]:
 
 def progress(label: str, total: int):
     """A progress bar of its own on a notebook's page: a `Setting`'s `progress`."""
-    from tqdm.auto import tqdm as on_this_page  # imports ipywidgets in a notebook
-
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # without ipywidgets it is a bar of text, and need not say so
+        from tqdm.auto import tqdm as on_this_page
     return on_this_page(total=total, desc=label, leave=False, disable=not watched())
