@@ -57,7 +57,8 @@ def add_claims(commands) -> None:
     """The parser of `minillm claims`."""
     parser = commands.add_parser("claims", help="what articles say of serving, and what was measured of it")
     parser.add_argument("ids", nargs="*", metavar="ID", help="claims, such as A1; all of them if none is named")
-    parser.add_argument("--root", metavar="DIR", help="a folder of measurements (default: those of this checkout)")
+    parser.add_argument("--root", metavar="DIR",
+                        help="a folder of measurements (default: measurements/ in this folder, and the checkout's)")
     parser.add_argument("--markdown", action="store_true", help="as the table of notebooks/CLAIMS.md")
     add_json(parser)
     parser.set_defaults(run=in_course("claims"))

@@ -24,6 +24,7 @@ from minillm.ladder.quantized import native_format
 from minillm.measure.measurement import MEASUREMENTS, Measurement, device_name
 from minillm.measure.service import Service
 
+OWN = "measurements"  # the folder, here, of what `measure` writes without --save
 OVERHEAD_COLUMNS = {
     "batch_rows": "rows", "queued": "queued", "step_ms": "step ms", "min_ms": "min", "max_ms": "max",
 }
@@ -43,7 +44,7 @@ def measure(arguments) -> int:
     check_at_least(0, budget_s=arguments.budget_s)
     asked = [catalogue.find(name).name for name in arguments.names]
     names = list(catalogue.EXPERIMENTS) if arguments.all or not asked else asked
-    root = MEASUREMENTS if arguments.save else Path(arguments.out or "measurements")
+    root = MEASUREMENTS if arguments.save else Path(arguments.out or OWN)
     root.mkdir(parents=True, exist_ok=True)  # where that is refused, now rather than after the first experiment
     found, failed = _run_all(arguments, names, root)
     if arguments.json:
@@ -93,22 +94,32 @@ def _draw(draw: Callable, rows: list[dict], picture: Path) -> None:
 
 
 def claims(arguments) -> int:
-    """The verdicts on the ledger's claims."""
+    """The verdicts on the ledger's claims: on your own measurements in this folder, and on those of the checkout."""
     known = {claim.id: claim for claim in ledger.LEDGER}
     for name in arguments.ids:
         if name not in known:
             raise ValueError(f"unknown claim {name!r}; known: {', '.join(known)}")
     if arguments.root and not Path(arguments.root).is_dir():
         raise ValueError(f"--root {arguments.root} is not a folder")
-    findings = ledger.find_all(arguments.root or MEASUREMENTS, tuple(known[name] for name in arguments.ids or known))
+    asked = [known[name] for name in arguments.ids or known]
+    rows = [row for claim in asked for row in _findings(claim, arguments.root)]
     if arguments.markdown:
-        print(ledger.as_markdown(findings))
-    else:
-        for row in ledger.as_rows(findings):
-            print(f"{row['id']:>3}  {row['verdict'].upper()} on {cell(row['device'] or None)}\n     {row['claim']}")
-            print(f"     {row['measured']}\n")
-    write_json(arguments.json, {"claims": ledger.as_rows(findings)})
+        print(ledger.as_markdown(ledger.find_all(arguments.root or MEASUREMENTS, tuple(asked))))
+    for row in rows if not arguments.markdown else ():
+        print(f"{row['id']:>3}  {row['verdict'].upper()} on {cell(row['device'] or None)}{row['whose']}")
+        print(f"     {row['claim']}\n     {row['measured']}\n")
+    write_json(arguments.json, {"claims": rows})
     return 0
+
+
+def _findings(claim: ledger.Claim, root: str | None) -> list[dict]:
+    """The claim's rows, each with `whose` measurement it is; without a root, your own in this folder first."""
+    roots, own = {"": Path(root or MEASUREMENTS)}, Path(OWN)
+    if root is None and own.is_dir() and not (MEASUREMENTS.is_dir() and own.samefile(MEASUREMENTS)):
+        roots = {f" (yours, {OWN}/)": own, " (recorded with this checkout)": MEASUREMENTS}
+    found = [{**row, "whose": whose} for whose, place in roots.items()
+             for row in ledger.as_rows(ledger.find_all(place, (claim,)))]
+    return [row for row in found if row["device"]] or found[-1:]  # "not measured" is said once, and only if it is so
 
 
 # -- ladder, bench decode, overhead, simulate worked-example --------------------------------------

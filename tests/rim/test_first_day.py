@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -301,3 +302,114 @@ def test_a_page_runs_where_ipywidgets_is_not_installed(page, smollm2_dir):
     source = ROOT / "notebooks" / "src" / f"{page}.py"
     run = fresh(WITHOUT_WIDGETS + f"import runpy; runpy.run_path({str(source)!r})", MINILLM_QUICK="1")
     assert run.returncode == 0, run.stderr
+
+
+# -- whose measurements, and where the ledger finds them ------------------------------------------
+
+
+def curve(device: str, eight_ms: float, **more) -> Measurement:
+    source = Provenance(device, "Linux 6, AVX2", "2", "fp32", "m", "abc", "2026-01-01", 0, 0, 1, **more)
+    rows = [{"rows": rows, "step_ms": ms, "tokens_per_s": 1e3 * rows / ms} for rows, ms in ((1, 20.0), (8, eight_ms))]
+    return Measurement("batch_curve", source, rows)
+
+
+@pytest.fixture
+def recorded_elsewhere(tmp_path, monkeypatch):
+    """A checkout with a record of another machine; the current folder is a user's own."""
+    monkeypatch.setattr("minillm.course.commands.MEASUREMENTS", tmp_path / "checkout")
+    curve("Some CPU", 24.0).save(tmp_path / "checkout")
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    return tmp_path
+
+
+def said(capsys, *arguments: str) -> list[str]:
+    assert main(["claims", "B1", *arguments]) == 0
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith(" B1")]
+
+
+def test_claims_reads_what_measure_wrote_here_beside_the_checkout_s_and_says_whose_it_is(recorded_elsewhere, capsys):
+    assert [line.endswith("on Some CPU") for line in said(capsys)] == [True]
+    curve("My CPU", 200.0).save(Path("measurements"))
+    mine, theirs = said(capsys)
+    assert mine.endswith("on My CPU (yours, measurements/)")
+    assert theirs.endswith("on Some CPU (recorded with this checkout)")
+    assert len(said(capsys, "--root", str(recorded_elsewhere / "checkout"))) == 1, "a named folder is read alone"
+
+
+def test_not_measured_is_said_once_and_only_where_nobody_has_measured(recorded_elsewhere, capsys):
+    Path("measurements").mkdir()
+    assert [line.endswith("(recorded with this checkout)") for line in said(capsys)] == [True]
+    for file in recorded_elsewhere.glob("checkout/*/*.json"):
+        file.unlink()
+    assert len(lines := said(capsys)) == 1 and "NOT MEASURED" in lines[0]
+    curve("My CPU", 24.0).save(Path("measurements"))
+    assert [line.endswith("on My CPU (yours, measurements/)") for line in said(capsys)] == [True]
+
+
+def test_a_page_does_not_judge_what_a_busy_machine_measured(tmp_path):
+    from minillm.course.show.recorded import ledger
+
+    busy = curve("My CPU", 200.0, busy=True, cpu_share=0.6)
+    assert "    here: not measured: this machine was busy: the run got 60%" in ledger({"B1": busy}, tmp_path)
+    quiet = curve("My CPU", 24.0, cpu_share=0.99)
+    assert ledger({"B1": quiet}, tmp_path) == ledger({"B1": quiet.rows}, tmp_path)
+
+
+# -- opening the course, and installing it --------------------------------------------------------
+
+
+def test_every_way_to_open_jupyterlab_has_the_exercises_below_its_root_and_opens_the_first_page():
+    """A link from a page to ../exercises leads nowhere in a server whose root is notebooks/."""
+    commands = {
+        name: next(line for line in (ROOT / name).read_text(encoding="utf-8").splitlines() if "-m jupyterlab" in line)
+        for name in ("Makefile", "README.md")
+    }
+    installer = (ROOT / "notebooks/room/install.py").read_text(encoding="utf-8")
+    assert "-m jupyterlab {HERE} " in installer  # the kit's own root
+    for text in (*commands.values(), installer):
+        page = text.partition("--LabApp.default_url=/lab/tree/")[2].split()[0].strip('")')
+        assert (ROOT / page).is_file() and page.startswith("notebooks/00")
+    assert all(line.split("jupyterlab ")[1].split()[0] == "." for line in commands.values())
+
+
+@pytest.mark.slow
+def test_a_clone_beside_a_script_does_not_hide_an_editable_install(tmp_path):
+    """setuptools' import hook would come after the script's folder; an entry in Python's path comes with it."""
+    clone, target = tmp_path / "minillm", tmp_path / "site"
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        (clone / name).parent.mkdir(exist_ok=True)
+        (clone / name).write_bytes((ROOT / name).read_bytes())
+    (clone / "minillm").mkdir()
+    (clone / "minillm/__init__.py").write_text('__version__ = "0.1.0"\n')
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", target]
+    run = subprocess.run([*pip, "-e", clone], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    (tmp_path / "script.py").write_text("import minillm; print(minillm.__version__)\n")
+    start = f"import site, runpy, sys; sys.path.insert(0, {str(tmp_path)!r}); site.addsitedir({str(target)!r}); "
+    run = subprocess.run([sys.executable, "-S", "-c", start + "runpy.run_path('script.py')"], cwd=tmp_path,
+                         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
+    assert run.stdout == "0.1.0\n", run.stderr
+
+
+# -- the ladder's table can be read and recomputed ------------------------------------------------
+
+
+def test_the_readme_s_ratios_are_those_of_the_speeds_beside_them():
+    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("x before")[2].splitlines()[2:10]
+    assert [line[0] for line in table] == list("01234546")
+    rows = [re.split(r"  +", line) for line in table]
+    speeds = [float(row[1].split()[0]) for row in rows]
+    for place, row in enumerate(rows):
+        if row[2] != "-":
+            assert float(row[2]) == pytest.approx(speeds[place] / speeds[place - 1], rel=0.02)
+    assert [row[2] for row in rows].count("-") == 2
+
+
+def test_every_column_of_the_ladder_is_explained_below_it():
+    from minillm.course.experiments.ladder import COLUMNS
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("<!-- ladder -->")[2].partition("<!-- end -->")[0]
+    notes = text.partition("Rung 0 ran")[2]
+    titles = ("tokens/s", "x before", "TTFT", "latency", "mean batch", "KV MB", "same tokens")
+    assert len(COLUMNS) == 1 + len(titles) and all(f"{title}" in notes for title in titles)

@@ -346,19 +346,22 @@ def ladder_table(rows: Sequence[dict]) -> str:
         {
             **row, **({} if row["requests"] == all_requests or row["alone"] else NOT_COMPARABLE),
             "rung": f"{row['rung']} {row['name']}", "tokens_per_s": _with_range(row, "tokens_per_s"),
-            "times": _with_range(row, "times_rung_before"),
+            "times": _times(row, before),
             "kv": f"{cell(row['kv_used_mb'])} of {cell(row['kv_held_mb'])}" if row["kv_held_mb"] else "-",
             "same": f"{row['agreement_percent']:.0f} %" if row["identical"] is None else cell(row["identical"]),
         }
-        for row in rows
+        for row, before in zip(rows, [None, *rows], strict=False)
     ]
     return text_table(shown, COLUMNS)
 
 
 def _with_range(row: dict, column: str) -> str:
-    if row[column] is None:
-        return "-"
     return f"{cell(row[column])} ({cell(row[column + '_min'])}-{cell(row[column + '_max'])})"
+
+
+def _times(row: dict, before: dict | None) -> str:
+    """The ratio of the two medians that the table shows, so that a reader finds it again."""
+    return "-" if row["times_rung_before"] is None else f"{row['tokens_per_s'] / before['tokens_per_s']:.2f}"
 
 
 def ladder_notes(rows: Sequence[dict]) -> str:
@@ -368,10 +371,14 @@ def ladder_notes(rows: Sequence[dict]) -> str:
     return "\n".join((
         f"Rung 0 ran the first {first} requests, rung 1 {second}, rungs 2 to 5 all {every}. Alone: one request, "
         f"whose {copied} tokens copy its prompt.",
-        f"tokens/s of output, and times the line above in the same turn: medians of {turns} turns (lowest-highest).",
-        "latency: from a request's arrival to its last token, where all ran; under 100 requests p99 is the highest.",
+        f"tokens/s of output: the median of {turns} turns (lowest-highest). x before: it over that of the line above.",
+        "TTFT, latency: from a request's arrival to its first and last token, queueing included, where all requests "
+        "ran;\nunder 100 requests p99 is the highest.",
         f"mean batch: rows a step that served a request; static batches also carried finished rows, {idle:,} times.",
-        "same tokens: as rung 1's, or rung 2's where rung 1 did not run; in %: those before the first that differs.",
+        "KV MB: the peak of keys and values in use, of the memory held for them.",
+        "same tokens: as rung 1's, or rung 2's where rung 1 did not run. In %: tokens before a request's first that "
+        "differs:\nafter it a greedy text goes another way, which need not be worse; `minillm measure kv_quality` asks "
+        "that.",
     ))
 
 

@@ -86,8 +86,8 @@ def memory_row(records: Records, token_bytes: int) -> dict:
 def prefix_sharing(setting: Setting, prompts: Sequence[Sequence[int]] | None = None, tokens: int = 4) -> Measurement:
     """The same prompts one after another: without sharing, with it, and with another first token each.
 
-    prompts: by default one long start before several questions. TTFT is that of the prompts
-    after the first, which finds nothing to share.
+    prompts: by default one long start before several questions. The cases take turns at each prompt, so
+    that they meet the same noise. TTFT is that of the prompts after the first, which finds nothing to share.
     """
     model, rows = setting.timed_model, []
     if prompts is None:
@@ -95,16 +95,23 @@ def prefix_sharing(setting: Setting, prompts: Sequence[Sequence[int]] | None = N
         prompts = [item.prompt_ids for item in shared_prefix(requests, prefix, seed=setting.seed)]
     changed = [[(prompt[0] + i) % model.config.vocab_size, *prompt[1:]] for i, prompt in enumerate(prompts)]
     warm_up(model, len(prompts[0]) // 2)
-    for case, cache, asked in (
-        ("no sharing", False, prompts), ("shared prefix", True, prompts), ("first token changed", True, changed)
-    ):
-        engine = Engine(model, prefix_cache=cache, max_context=max(map(len, prompts)) + tokens, max_batch=8)
-        for prompt in asked:
-            engine.generate([prompt], SamplingParams(max_tokens=tokens, ignore_eos=True))
+    longest = max(map(len, prompts)) + tokens
+    memory = 2 * -(-longest // BLOCK) * BLOCK * kv_bytes_per_token(model.config, native_format(model.dtype))
+    cases = [
+        (case, asked, Engine(model, prefix_cache=cache, max_context=longest, max_batch=1, kv_memory=memory))
+        for case, cache, asked in (
+            ("no sharing", False, prompts), ("shared prefix", True, prompts), ("first token changed", True, changed)
+        )
+    ]
+    for turn in range(len(prompts)):
+        for _, asked, engine in cases:
+            engine.generate([asked[turn]], SamplingParams(max_tokens=tokens, ignore_eos=True))
+    for case, asked, engine in cases:
         later = [(record.first_token - record.arrival) * 1e3 for record in engine.records.requests[1:]]
         rows.append({
             "case": case, "prompt_tokens": sum(map(len, asked)), "computed": engine.records.totals["prompt_tokens"],
-            "found": engine.records.totals["cached_tokens"], "ttft_p50_ms": median(later), "ttft_max_ms": max(later),
+            "found": engine.records.totals["cached_tokens"], "ttft_p50_ms": median(later), "ttft_min_ms": min(later),
+            "ttft_max_ms": max(later),
         })
     return setting.measured("prefix_sharing", rows)
 
