@@ -32,8 +32,8 @@ ladder: .venv/base  ## fetch the model, run every rung on real prompts, print th
 	$(PY) -m minillm fetch
 	$(PY) -m minillm ladder
 
-lab: .venv/lab  ## open the notebooks in JupyterLab
-	$(PY) -m jupyterlab notebooks
+lab: .venv/lab  ## open the first page in JupyterLab
+	$(PY) -m jupyterlab . --LabApp.default_url=/lab/tree/notebooks/00_your_machine.ipynb
 
 test: .venv/test lint  ## lint, tests, exercises and notebooks (at small sizes)
 	$(PY) -m pytest -m "not slow"

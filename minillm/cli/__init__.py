@@ -10,6 +10,7 @@ from minillm.cli.bench import add_bench
 from minillm.cli.course import add_claims, add_grade, add_ladder, add_measure, add_overhead
 from minillm.cli.running import add_fetch, add_generate
 from minillm.cli.serving import add_capacity, add_simulate
+from minillm.guard.inputs import check_at_least
 
 COMMANDS = (
     add_generate, add_ladder, add_measure, add_claims, add_bench, add_capacity, add_simulate, add_overhead, add_grade,
@@ -30,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         add(commands)
     arguments = parser.parse_args(argv)
     try:
+        _limit_threads(getattr(arguments, "threads", None))
         status = arguments.run(arguments)
         sys.stdout.flush()  # here, where a closed pipe can still be caught
         return status
@@ -52,3 +54,12 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _limit_threads(number: int | None) -> None:
+    """Of PyTorch, for this process; None leaves one for each core."""
+    check_at_least(1, threads=number)
+    if number is not None:
+        import torch
+
+        torch.set_num_threads(number)

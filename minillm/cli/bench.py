@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from minillm.cli.common import add_model, add_outputs, add_workload, in_course, lengths_that_fit, workload_settings
 from minillm.course.show.live import Gauges, on_terminal
-from minillm.course.show.output import bar, print_summary, write, write_json
+from minillm.course.show.output import bar, print_summary, say_if_busy, write, write_json
 from minillm.course.show.tables import text_table
-from minillm.load.source import DEFAULT
+from minillm.load import DEFAULT
 
 BENCH_COLUMNS = {
     "engine": "engine", "tokens_per_s": "tokens/s", "min": "min", "max": "max", "times_minillm": "minillm is x",
@@ -64,6 +64,9 @@ def _bench(arguments) -> int:
         return _bench_loop(arguments, settings)
     if arguments.workload == "decode":
         return in_course("decode")(arguments)
+    engines = "this engine" + f", then {arguments.against}," * bool(arguments.against)
+    print(f"{arguments.workload} on {arguments.model}: {engines} in {arguments.repeats + 1} turns, the first of which "
+          "warms up", flush=True)
     with lengths_that_fit(), on_terminal(arguments.workload) as show:
         settings["watch"] = Gauges(show)
         result = bench(arguments.workload, arguments.model, arguments.against, arguments.repeats, bar, **settings)
@@ -76,18 +79,19 @@ def _bench(arguments) -> int:
 def _bench_loop(arguments, settings: dict) -> int:
     from minillm.load.weights import load_model
     from minillm.measure.bench import bench_loop
-    from minillm.measure.measurement import device_name
+    from minillm.measure.measurement import device_name, disturbance
     from minillm.measure.workload import make_workload
 
     if arguments.against or arguments.workload == "decode":
         what = "--against" if arguments.against else "decode"
         raise ValueError(f"{what} has no --rate and no --clients: leave them out, or {what}")
     items, model = make_workload(arguments.workload, **settings), load_model(arguments.model)
+    device = device_name(model.device)
+    print(f"{arguments.workload} on {arguments.model} on {device}, {_loop(arguments)}", flush=True)
     with lengths_that_fit(), on_terminal(f"{arguments.workload}, {len(items)} requests") as show:
         found = bench_loop(items, model, arguments.clients, Gauges(show))
-    device = device_name(model.device)
-    print(f"{arguments.workload} on {arguments.model} on {device}, {_loop(arguments)}")
     print_summary(found)
+    say_if_busy(disturbance(found))
     _write_loop(arguments, found, "minillm", {"device": device}, model.device)
     return 0
 

@@ -9,12 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from minillm.guard.inputs import RequestError, check_at_least
-from minillm.load.source import DEFAULT
+from minillm.load import DEFAULT
 
 
 def add_model(parser) -> None:
-    """The option that names a model."""
+    """The options that name a model, and limit the threads that compute it."""
     parser.add_argument("--model", default=DEFAULT, help=f"a name for load_model (default: {DEFAULT})")
+    parser.add_argument("--threads", type=int, metavar="N",
+                        help="of the processor (default: one for each core; 1 beside other work, which else slows "
+                             "every step several times)")
 
 
 def add_outputs(parser) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from minillm.cli.common import add_json, add_model, add_outputs, in_course
 
+EXPERIMENT_COLUMNS = {"name": "experiment", "seconds": "--quick takes s", "claims": "claims", "about": "what it shows"}
+
 
 def add_ladder(commands) -> None:
     """The parser of `minillm ladder`."""
@@ -33,14 +35,30 @@ def add_measure(commands) -> None:
                         help="leave out what this commit has recorded already, unless it was cut at a smaller budget")
     add_outputs(parser)
     parser.add_argument("--out", metavar="DIR", help="where to write (default: measurements/ in this folder)")
-    parser.set_defaults(run=in_course("measure"))
+    parser.set_defaults(run=_measure)
+
+
+def _measure(arguments) -> int:
+    return _list_experiments() if arguments.list else in_course("measure")(arguments)
+
+
+def _list_experiments() -> int:
+    """Here, where nothing has imported PyTorch."""
+    from minillm.course.catalogue import EXPERIMENTS
+    from minillm.course.show.tables import text_table
+
+    rows = [{"name": e.name, "seconds": e.seconds, "claims": " ".join(e.claims), "about": e.about}
+            for e in EXPERIMENTS.values()]
+    print(text_table(rows, EXPERIMENT_COLUMNS))
+    return 0
 
 
 def add_claims(commands) -> None:
     """The parser of `minillm claims`."""
     parser = commands.add_parser("claims", help="what articles say of serving, and what was measured of it")
     parser.add_argument("ids", nargs="*", metavar="ID", help="claims, such as A1; all of them if none is named")
-    parser.add_argument("--root", metavar="DIR", help="a folder of measurements (default: those of this checkout)")
+    parser.add_argument("--root", metavar="DIR",
+                        help="a folder of measurements (default: measurements/ in this folder, and the checkout's)")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--audit", action="store_true",
                        help="claimed and measured figure, direction, size, cause, device, file and commit of each")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minillm.cli.common import add_model
-from minillm.load.source import DEFAULT
+from minillm.load import DEFAULT
 
 # -- generate -------------------------------------------------------------------------------------
 

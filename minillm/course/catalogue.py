@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from minillm.course.experiments import batching, example, formats, limits, memory, prediction, service, speculation
-from minillm.course.experiments import ladder as rungs
-from minillm.course.setting import Setting
 from minillm.measure.measurement import (
     EXACT,
     VIRTUAL,
@@ -26,70 +25,90 @@ from minillm.measure.measurement import (
     measurement_path,
 )
 
-Run = Callable[[Setting], Measurement]
+if TYPE_CHECKING:
+    from minillm.course.setting import Setting
+
+Run = Callable[["Setting"], Measurement]
+
+
+def placed(file: str, name: str) -> Any:
+    """What has this name in a file of `experiments/`, imported now: their list is shown without PyTorch."""
+    return getattr(import_module(f"minillm.course.experiments.{file}"), name)
 
 
 @dataclass(frozen=True)
 class Experiment:
     """claims: those that it settles, by id. seconds: about what it takes with `--quick` on two cores.
 
-    tables: what to print, {column: title} each; without any, one table of all columns.
+    run: its function, or the file of `experiments/` in which it stands: "file" if it has the experiment's name,
+    else "file.function".
+    tables: what to print, by its name in that file; without any, one table of all columns.
     """
 
     name: str
-    run: Run
+    run: Run | str
     about: str
     claims: tuple[str, ...] = ()
     seconds: float = 1.0
-    tables: tuple[Mapping[str, str], ...] = ()
+    tables: str = ""
+
+    def __call__(self, setting: Setting) -> Measurement:
+        if not isinstance(self.run, str):
+            return self.run(setting)
+        file, _, function = self.run.partition(".")
+        return placed(file, function or self.name)(setting)
+
+    @property
+    def columns(self) -> Sequence[Mapping[str, str]]:
+        """{column: title} of each table to print; none for one table of everything."""
+        return placed(self.run, self.tables) if self.tables else ()
 
 
 EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
-        Experiment("ladder", rungs.ladder_experiment, "every rung on the same prompts", (), 20),
-        Experiment("decode", batching.decode, "decode steps by batch, and their shares of the limits", (), 5),
-        Experiment("roofline_steps", limits.roofline_steps, "decode steps and prompts, and their shares of the limits"),
-        Experiment("decode_step", limits.decode_step, "a step of one row against the bytes that it reads", ("A1",)),
-        Experiment("prefill", limits.prefill, "prompts by length and number, beside decoding", ("A2", "A3", "A6")),
-        Experiment("cost_by_length", limits.cost_by_length, "the next token by the text's length", ("A4",), 5),
-        Experiment("utilisation", limits.utilisation, "what the usual gauge reads at batch 1 and 64", ("A5",), 8),
-        Experiment("batch_curve", batching.batch_curve, "a step's time by its rows", ("B1", "B2", "B8"), 5),
-        Experiment("knee", batching.knee, "where more clients stop paying", ("B3",), 15),
-        Experiment("idle_slots", batching.idle_slots, "idle slot-steps, counted", ("B4", "B5")),
-        Experiment("continuous_vs_static", batching.continuous_vs_static, "chat lengths in equal memory", ("B6",), 30),
-        Experiment("gain_by_spread", batching.gain_by_spread, "continuous over static by spread", ("B7",), 5),
-        Experiment("stall_by_chunking", batching.stall_by_chunking, "one long prompt among streams", (), 5),
-        Experiment("replicas", service.replicas, "the same traffic on 1 to 8 GPUs", ("B9",), 3),
-        Experiment("capacity_sum", memory.capacity_sum, "how many requests fit", ("C1", "C2", "C5", "C7", "C10")),
-        Experiment("memory_by_policy", memory.memory_by_policy, "slots and pages in the same bytes", ("C3",), 5),
-        Experiment("prefix_sharing", memory.prefix_sharing, "one prompt's start stored for all", ("C8",), 5),
-        Experiment("speculation", speculation.speculation, "drafts by length, acceptance and batch",
+        Experiment("ladder", "ladder.ladder_experiment", "every rung on the same prompts", (), 20),
+        Experiment("decode", "batching", "decode steps by batch, and their shares of the limits", (), 5),
+        Experiment("roofline_steps", "limits", "decode steps and prompts, and their shares of the limits"),
+        Experiment("decode_step", "limits", "a step of one row against the bytes that it reads", ("A1",)),
+        Experiment("prefill", "limits", "prompts by length and number, beside decoding", ("A2", "A3", "A6")),
+        Experiment("cost_by_length", "limits", "the next token by the text's length", ("A4",), 5),
+        Experiment("utilisation", "limits", "what the usual gauge reads at batch 1 and 64", ("A5",), 8),
+        Experiment("batch_curve", "batching", "a step's time by its rows", ("B1", "B2", "B8"), 5),
+        Experiment("knee", "batching", "where more clients stop paying", ("B3",), 15),
+        Experiment("idle_slots", "batching", "idle slot-steps, counted", ("B4", "B5")),
+        Experiment("continuous_vs_static", "batching", "chat lengths in equal memory", ("B6",), 30),
+        Experiment("gain_by_spread", "batching", "continuous over static by spread", ("B7",), 5),
+        Experiment("stall_by_chunking", "batching", "one long prompt among streams", (), 5),
+        Experiment("replicas", "service", "the same traffic on 1 to 8 GPUs", ("B9",), 3),
+        Experiment("capacity_sum", "memory", "how many requests fit", ("C1", "C2", "C5", "C7", "C10")),
+        Experiment("memory_by_policy", "memory", "slots and pages in the same bytes", ("C3",), 5),
+        Experiment("prefix_sharing", "memory", "one prompt's start stored for all", ("C8",), 5),
+        Experiment("speculation", "speculation", "drafts by length, acceptance and batch",
                    ("E1", "E2", "E3", "E4"), 60),
-        Experiment("cost_of_blocks", memory.cost_of_blocks, "one run of memory against blocks", (), 5),
-        Experiment("kv_quality", formats.kv_quality, "KV formats: bytes, and quality against fp32",
-                   ("C6", "D1", "D2", "D4", "D5", "D6"), 80, formats.KV_TABLES),
-        Experiment("key_errors", formats.key_errors, "int4 keys: errors of each way to store them", (), 10),
-        Experiment("weight_quality", formats.weight_quality, "weight formats: quality against the weights as loaded",
-                   ("D2", "D4", "D5", "D6"), 60, formats.WEIGHT_TABLES),
-        Experiment("weight_speed", formats.weight_speed, "weight formats: a decode step, and room for cache",
+        Experiment("cost_of_blocks", "memory", "one run of memory against blocks", (), 5),
+        Experiment("kv_quality", "formats", "KV formats: bytes, and quality against fp32",
+                   ("C6", "D1", "D2", "D4", "D5", "D6"), 80, "KV_TABLES"),
+        Experiment("key_errors", "formats", "int4 keys: errors of each way to store them", (), 10),
+        Experiment("weight_quality", "formats", "weight formats: quality against the weights as loaded",
+                   ("D2", "D4", "D5", "D6"), 60, "WEIGHT_TABLES"),
+        Experiment("weight_speed", "formats", "weight formats: a decode step, and room for cache",
                    ("D3", "D6"), 15),
-        Experiment("kv_concurrency", formats.kv_concurrency, "KV formats in the same bytes: requests at once, speed",
+        Experiment("kv_concurrency", "formats", "KV formats in the same bytes: requests at once, speed",
                    (), 10),
-        Experiment("out_of_cache", memory.out_of_cache, "a server that refuses while it computes little", ("C4",), 2),
-        Experiment("output_caps", memory.output_caps, "what a cap on answers saves", ("C9",), 2),
-        Experiment("virtual_prediction", prediction.virtual_prediction, "one run predicts others", (), 130),
-        Experiment("load_sweep", service.load_sweep, "one GPU from 1 to 256 clients", ("F1",), 2),
-        Experiment("pools", service.pools, "chats and offline work, mixed and apart", ("F2",), 3),
-        Experiment("caps_and_caching", service.caps_and_caching, "capped answers, cached prompts", ("F3",), 3),
-        Experiment("watch", service.watch, "every figure that is worth watching", ("F4",), 1),
-        Experiment("achieved_batch", service.achieved_batch, "a batch of 3, and one that fills", ("F5",), 3),
-        Experiment("cures", service.cures, "symptom, cure, before and after", ("F6",), 5),
-        Experiment("disaggregation", service.disaggregation, "prefill and decoding apart", ("F7",), 3),
-        Experiment("worked_example", example.worked_example, "8B on one A100", ("C10", "G1", "G2", "G3"), 3),
-        Experiment("articles_sums", example.articles_sums, "what the articles' figures imply",
-                   ("H1", "H2", "H3", "H4", "H5")),
-        Experiment("worked_example_here", example.worked_example_here, "the same three set-ups on this device", (), 10),
+        Experiment("out_of_cache", "memory", "a server that refuses while it computes little", ("C4",), 2),
+        Experiment("output_caps", "memory", "what a cap on answers saves", ("C9",), 2),
+        Experiment("virtual_prediction", "prediction", "one run predicts others", (), 130),
+        Experiment("load_sweep", "service", "one GPU from 1 to 256 clients", ("F1",), 2),
+        Experiment("pools", "service", "chats and offline work, mixed and apart", ("F2",), 3),
+        Experiment("caps_and_caching", "service", "capped answers, cached prompts", ("F3",), 3),
+        Experiment("watch", "service", "every figure that is worth watching", ("F4",), 1),
+        Experiment("achieved_batch", "service", "a batch of 3, and one that fills", ("F5",), 3),
+        Experiment("cures", "service", "symptom, cure, before and after", ("F6",), 5),
+        Experiment("disaggregation", "service", "prefill and decoding apart", ("F7",), 3),
+        Experiment("worked_example", "example", "8B on one A100", ("C10", "G1", "G2", "G3"), 3),
+        Experiment("articles_sums", "example", "what the articles' figures imply", ("H1", "H2", "H3", "H4", "H5")),
+        Experiment("worked_example_here", "example", "the same three set-ups on this device", (), 10),
     )
 }
 
@@ -122,7 +141,7 @@ def run_experiment(name: str, setting: Setting) -> Outcome:
     """Run one and check its rows; ValueError for an unknown name, MeasurementError for rows that cannot be right."""
     experiment = find(name)
     setting.begin()
-    measurement = experiment.run(setting)
+    measurement = experiment(setting)
     if measurement.experiment != name:
         raise MeasurementError(f"{name} returned the rows of {measurement.experiment!r}: its file would not be found")
     measurement.check()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from minillm.course.experiments import ladder as rungs
 from minillm.course.grading import classroom, report
 from minillm.course.setting import Setting
 from minillm.course.show.live import ticking
-from minillm.course.show.output import bar, write, write_json
+from minillm.course.show.output import bar, say_if_busy, write, write_json
 from minillm.course.show.recorded import heading
 from minillm.course.show.tables import cell, filled, tables, text_table
 from minillm.fast.memory import native_format
@@ -24,7 +25,7 @@ from minillm.guard.inputs import check_at_least
 from minillm.measure.measurement import MEASUREMENTS, Measurement, device_name
 from minillm.measure.service import Service
 
-EXPERIMENT_COLUMNS = {"name": "experiment", "seconds": "--quick takes s", "claims": "claims", "about": "what it shows"}
+OWN = "measurements"  # the folder, here, of what `measure` writes without --save
 OVERHEAD_COLUMNS = {
     "batch_rows": "rows", "queued": "queued", "step_ms": "step ms", "min_ms": "min", "max_ms": "max",
 }
@@ -39,17 +40,12 @@ DECODE_COLUMNS = {
 
 def measure(arguments) -> int:
     """Status 1 if an experiment failed."""
-    if arguments.list:
-        rows = [{"name": e.name, "seconds": e.seconds, "claims": " ".join(e.claims), "about": e.about}
-                for e in catalogue.EXPERIMENTS.values()]
-        print(text_table(rows, EXPERIMENT_COLUMNS))
-        return 0
     if arguments.save and (arguments.quick or arguments.out):
         raise ValueError("--save is for full sizes, in their own place: leave out --quick and --out")
     check_at_least(0, budget_s=arguments.budget_s)
     asked = [catalogue.find(name).name for name in arguments.names]
     names = list(catalogue.EXPERIMENTS) if arguments.all or not asked else asked
-    root = MEASUREMENTS if arguments.save else Path(arguments.out or "measurements")
+    root = MEASUREMENTS if arguments.save else Path(arguments.out or OWN)
     root.mkdir(parents=True, exist_ok=True)  # where that is refused, now rather than after the first experiment
     found, failed = _run_all(arguments, names, root)
     if arguments.json:
@@ -79,35 +75,56 @@ def _run_all(arguments, names: list[str], root: Path) -> tuple[list[Measurement]
             continue
         found.append(outcome.measurement)
         print(f"{name}: {heading(outcome.measurement)}")
-        rows, chosen = outcome.measurement.rows, catalogue.find(name).tables
+        rows, chosen = outcome.measurement.rows, catalogue.find(name).columns
         print("\n\n".join(text_table(rows, filled(rows, each)) for each in chosen) if chosen else tables(rows))
         if name in PICTURES:
-            picture = path.with_suffix(".png")
-            PICTURES[name](outcome.measurement.rows).savefig(picture, dpi=110, bbox_inches="tight")
-            print(f"drawn in {picture}")
-        print(f"{outcome.report(arguments.budget_s)}; written to {path}\n", flush=True)
+            _draw(PICTURES[name], outcome.measurement.rows, path.with_suffix(".png"))
+        print(f"{outcome.report(arguments.budget_s)}; written to {path}")
+        say_if_busy(outcome.measurement.disturbed)
+        print(flush=True)
     return found, failed
 
 
+def _draw(draw: Callable, rows: list[dict], picture: Path) -> None:
+    """The picture beside its file; one that fails costs a warning, and no measurement."""
+    try:
+        draw(rows).savefig(picture, dpi=110, bbox_inches="tight")
+        print(f"drawn in {picture}")
+    except Exception as error:
+        print(f"{picture} could not be drawn: {type(error).__name__}: {error}", file=sys.stderr)
+
+
 def claims(arguments) -> int:
-    """The verdicts on the ledger's claims."""
+    """The verdicts on the ledger's claims: on your own measurements in this folder, and on those of the checkout."""
     known = {claim.id: claim for claim in ledger.LEDGER}
     for name in arguments.ids:
         if name not in known:
             raise ValueError(f"unknown claim {name!r}; known: {', '.join(known)}")
     if arguments.root and not Path(arguments.root).is_dir():
         raise ValueError(f"--root {arguments.root} is not a folder")
-    findings = ledger.find_all(arguments.root or MEASUREMENTS, tuple(known[name] for name in arguments.ids or known))
+    asked = [known[name] for name in arguments.ids or known]
+    found = [pair for claim in asked for pair in _findings(claim, arguments.root)]
+    findings = [finding for finding, _ in found]
+    rows = [{**row, "whose": whose} for row, (_, whose) in zip(ledger.as_rows(findings), found, strict=True)]
     if arguments.markdown:
-        print(ledger.as_markdown(findings))
+        print(ledger.as_markdown(ledger.find_all(arguments.root or MEASUREMENTS, tuple(asked))))
     elif arguments.audit:
         print(ledger.as_audit(findings, shutil.get_terminal_size().columns))
     else:
-        for row in ledger.as_rows(findings):
-            print(f"{row['id']:>3}  {row['verdict'].upper()} on {cell(row['device'] or None)}\n     {row['claim']}")
-            print(f"     {row['measured']}\n")
-    write_json(arguments.json, {"claims": ledger.as_rows(findings)})
+        for row in rows:
+            print(f"{row['id']:>3}  {row['verdict'].upper()} on {cell(row['device'] or None)}{row['whose']}")
+            print(f"     {row['claim']}\n     {row['measured']}\n")
+    write_json(arguments.json, {"claims": rows})
     return 0
+
+
+def _findings(claim: ledger.Claim, root: str | None) -> list[tuple[ledger.Finding, str]]:
+    """The claim's findings, and whose measurement each is on; without a root, your own in this folder first."""
+    roots, own = {"": Path(root or MEASUREMENTS)}, Path(OWN)
+    if root is None and own.is_dir() and not (MEASUREMENTS.is_dir() and own.samefile(MEASUREMENTS)):
+        roots = {f" (yours, {OWN}/)": own, " (recorded with this checkout)": MEASUREMENTS}
+    found = [(finding, whose) for whose, place in roots.items() for finding in ledger.find_all(place, (claim,))]
+    return [pair for pair in found if pair[0].device] or found[-1:]  # "not measured" is said once, and only if it is so
 
 
 # -- ladder, bench decode, overhead, simulate worked-example --------------------------------------
@@ -123,7 +140,7 @@ def ladder(arguments) -> int:
     items = rungs.chat_requests(tokenizer, requests, max_tokens)
     print(f"{arguments.model} in {native_format(model.dtype)} on {device_name(model.device)}")
     print(f"{rungs.describe(items)}. Every rung, {rungs.TURNS} times in turns:", flush=True)
-    result = rungs.ladder(model, tokenizer, arguments.model, items, arguments.kv_memory, _bar_or_line)
+    result = rungs.ladder(model, tokenizer, arguments.model, items, arguments.kv_memory, bar)
     print(f"\n{rungs.ladder_table(result.rows)}\n\n{rungs.ladder_notes(result.rows)}")
     for row in result.rows:
         for d in row["divergences"]:
@@ -134,19 +151,13 @@ def ladder(arguments) -> int:
     return 1 if any(row["identical"] is False for row in result.rows) else 0
 
 
-def _bar_or_line(label: str, total: int):
-    """A bar, or where no terminal shows one, a line."""
-    if not sys.stderr.isatty():
-        print(label, file=sys.stderr, flush=True)
-    return bar(label, total)
-
-
 def decode(arguments) -> int:
     """`bench decode`: steps by batch."""
     try:
         batches = [int(part) for part in arguments.batch.split(",")]
     except ValueError:
         raise ValueError(f"--batch {arguments.batch!r}: give whole numbers with commas, such as 1,8,32") from None
+    print(f"decode on {arguments.model}: {arguments.steps} steps at each of the batches {arguments.batch}", flush=True)
     setting = Setting(model_name=arguments.model, gpu_model=arguments.model, progress=bar)
     settings = {} if arguments.kv_format == "auto" else {"kv_format": arguments.kv_format}
     result = batching.decode(setting, (batches, arguments.context, arguments.steps), arguments.against, **settings)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, wraps
 from typing import Any, TypeVar
 
 from minillm.fast.memory import native_format
@@ -14,7 +14,7 @@ from minillm.load.config import ModelConfig
 from minillm.load.source import DEFAULT
 from minillm.load.tokenizer import Tokenizer, load_tokenizer
 from minillm.load.weights import load_model
-from minillm.measure.measurement import Measurement, Spread, provenance
+from minillm.measure.measurement import Measurement, Spread, Watch, provenance
 from minillm.measure.roofline import Ceilings, StepShape, StepWork, least_work, measure_ceilings
 from minillm.model.llama import Llama
 
@@ -55,10 +55,12 @@ class Setting:
     budget_s: float | None = None
     cut: bool = False
     started: float = field(default_factory=time.perf_counter)
+    watch: Watch = field(default_factory=Watch)  # of the experiment that runs, if its rows depend on the clock
 
     @cached_property
     def model(self) -> Llama:
-        return load_model(self.model_name, self.device)
+        with self.watch.paused():
+            return load_model(self.model_name, self.device)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -80,7 +82,10 @@ class Setting:
 
     @cached_property
     def timed_model(self) -> Llama:
-        return self.model if self.timed_name == self.model_name else load_model(self.timed_name, self.device)
+        if self.timed_name == self.model_name:
+            return self.model
+        with self.watch.paused():
+            return load_model(self.timed_name, self.device)
 
     @cached_property
     def ceilings(self) -> Ceilings:
@@ -125,3 +130,18 @@ class Setting:
                     return
                 yield item
                 bar.update(1)
+
+
+def timed(experiment: Callable[..., Measurement]) -> Callable[..., Measurement]:
+    """An experiment whose rows depend on the clock: its provenance says whether the machine was busy meanwhile."""
+
+    @wraps(experiment)
+    def run(setting: Setting, *arguments, **settings) -> Measurement:
+        setting.watch = Watch()
+        with setting.watch:
+            measurement = experiment(setting, *arguments, **settings)
+        model = vars(setting).get("timed_model") or setting.model  # whichever it used; both are on one device
+        found = setting.watch.found(model.device.type == "cpu")
+        return replace(measurement, provenance=replace(measurement.provenance, **found))
+
+    return run

@@ -2,3 +2,5 @@
 
 The heart gets a config, tensors and a tokenizer, and never opens a file.
 """
+
+DEFAULT = "smollm2-135m-instruct"

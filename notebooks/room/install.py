@@ -32,7 +32,8 @@ def main() -> int:
             print(f"This step failed: {python} {' '.join(step)}", file=sys.stderr)
             print("Most often the folder has no wheels for this Python or this system; see README.md.", file=sys.stderr)
             return 1
-    print(f"Ready. Start with:  {python} -m jupyterlab {HERE / 'notebooks'}")
+    print(f"Ready. Start with:  {python} -m jupyterlab {HERE} "
+          "--LabApp.default_url=/lab/tree/notebooks/00_your_machine.ipynb")
     return 0
 
 

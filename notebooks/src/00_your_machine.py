@@ -87,6 +87,10 @@ show_source(least_work)
 # By hand, for this model: each weight is 2 FLOP. In fp32 a weight is 4 bytes, so a decoded token does about
 # 2 / 4 = 0.5 FLOP for each byte. In 16 bits it is 1. A prefill of 256 tokens reads the weights once as well, and
 # multiplies for 256 tokens.
+#
+# The default checkpoint was published in 4 bits (Q4_1), and is dequantised when it is fetched: a weight of a group of
+# 32 has one of 16 values, but is stored and computed in fp32. So bytes and times here are those of fp32; what it means
+# for quality is said in chapter 5.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -225,7 +229,7 @@ plots.curves(
 # fewer layers, A2 for prompts alone and several at once, so both are measured first.
 
 # %%
-print(ledger({"A1": limits.decode_step(setting).rows, "A2": limits.prefill(setting).rows}))
+print(ledger({"A1": limits.decode_step(setting), "A2": limits.prefill(setting)}))
 
 # %% [markdown]
 # ## What a production engine calls this

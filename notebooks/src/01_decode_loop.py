@@ -329,7 +329,7 @@ print(recorded("cost_by_length", COSTS))
 # By the ledger's own rules: on this device, just now, and on every device that has a recorded run.
 
 # %%
-print(ledger({"A4": costs.rows, "C2": memory.capacity_sum(setting).rows}))
+print(ledger({"A4": costs, "C2": memory.capacity_sum(setting).rows}))
 
 # %% [markdown]
 # ## What a production engine calls this

@@ -348,8 +348,8 @@ for name, some in (("first", answers[:size]), ("second", answers[size:])):
 # By the ledger's own rules: on this device, just now, and on every device that has a recorded run.
 
 # %%
-print(ledger({"A3": prompts_too.rows, "B1": by_rows.rows, "B2": by_rows.rows, "B3": by_clients.rows,
-              "B4": batching.idle_slots(setting).rows, "B8": by_rows.rows}))
+print(ledger({"A3": prompts_too, "B1": by_rows, "B2": by_rows, "B3": by_clients,
+              "B4": batching.idle_slots(setting).rows, "B8": by_rows}))
 
 # %% [markdown]
 # A claim that this page's sizes cannot judge says which row is missing; `minillm measure NAME` runs an experiment at

@@ -317,7 +317,7 @@ print(f"by the clock, equal lengths: {gains.rows[0]['times_tokens_per_s']:.2f} t
 # By the ledger's own rules: on this device, just now, and on every device that has a recorded run.
 
 # %%
-print(ledger({"B5": batching.idle_slots(setting).rows, "B6": chats.rows, "B7": gains.rows}))
+print(ledger({"B5": batching.idle_slots(setting).rows, "B6": chats, "B7": gains}))
 
 # %% [markdown]
 # ## What a production engine calls this

@@ -322,7 +322,7 @@ print(*dict.fromkeys(recorded("weight_quality", table) for table in formats.WEIG
 # just now comes from a short text: mind its ±.
 
 # %%
-print(ledger({"C6": quality, "D1": quality, "D2": quality, "D3": speed.rows, "D4": quality, "D5": quality}))
+print(ledger({"C6": quality, "D1": quality, "D2": quality, "D3": speed, "D4": quality, "D5": quality}))
 
 # %% [markdown]
 # ## What a production engine calls this

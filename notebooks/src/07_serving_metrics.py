@@ -297,7 +297,7 @@ print("watched:", ", ".join(seen))
 # run in virtual time.
 
 # %%
-print(ledger({"A5": gauge.rows, "F4": service.watch(setting).rows}))
+print(ledger({"A5": gauge, "F4": service.watch(setting).rows}))
 
 # %% [markdown]
 # ## What a production engine calls this

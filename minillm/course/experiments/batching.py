@@ -21,7 +21,7 @@ from minillm.course.experiments.common import (
     warm_up,
 )
 from minillm.course.figures import LATENCIES, flat
-from minillm.course.setting import Setting
+from minillm.course.setting import Setting, timed
 from minillm.fast.engine import Engine
 from minillm.fast.memory import native_format
 from minillm.guard.inputs import check_at_least
@@ -38,6 +38,7 @@ from minillm.measure.workload import WorkItem, articles_static, chat, lognormal
 COUNTED_SHAPE = "smollm2-135m"  # any will do: nothing is computed
 
 
+@timed
 def batch_curve(setting: Setting) -> Measurement:
     """A decode step's time, and the tokens per second it gives, by the rows that share it."""
     rows, spreads = [], []
@@ -53,6 +54,7 @@ def batch_curve(setting: Setting) -> Measurement:
     return setting.measured("batch_curve", rows, spreads[0])
 
 
+@timed
 def decode(
     setting: Setting, sizes: tuple[Sequence[int], int, int] | None = None, against: str | None = None, **settings
 ) -> Measurement:
@@ -100,6 +102,7 @@ def generate_step_seconds(reference, prompts: Sequence[Sequence[int]], steps: in
     return Spread.of([after - before for before, after in pairwise(times)][warmups:], warmups)
 
 
+@timed
 def knee(setting: Setting) -> Measurement:
     """A closed loop of more and more clients, and the knee by `knee_of`."""
     model, rows = setting.timed_model, []
@@ -110,6 +113,7 @@ def knee(setting: Setting) -> Measurement:
     for number in setting.each("knee", clients):
         items = lognormal(0.3, max(number + number // 2, 4), mean_tokens, prompt, seed=setting.seed)
         records = serve(model, items, number, max_batch=number, max_step_tokens=max(256, 2 * number))
+        setting.watch.compare_steps(records.steps)
         found = metrics.summary(records)
         rows.append({
             "clients": number, "mean_rows": found["batch"]["mean_rows"], "tokens_per_s": found["output_tokens_per_s"],
@@ -167,6 +171,7 @@ SETUPS = {
 }
 
 
+@timed
 def continuous_vs_static(setting: Setting) -> Measurement:
     """The policies on the lengths of real chats, in the same bytes, which alone limit the batch.
 
@@ -208,6 +213,7 @@ def tokens_of_slots(items: Sequence[WorkItem], slots: int) -> int:
     return round(max(slots * mean(tokens), max(tokens)))
 
 
+@timed
 def gain_by_spread(setting: Setting, repeats: int | None = None) -> Measurement:
     """Continuous over static batching on the same requests, by the spread of their answers' lengths.
 
@@ -245,6 +251,7 @@ def spread_row(items: Sequence[WorkItem], static: Sequence[Records], continuous:
     }
 
 
+@timed
 def stall_by_chunking(setting: Setting, streams: int = 4) -> Measurement:
     """A long prompt arrives while streams decode: the gaps between their tokens, with and without chunks.
 

@@ -114,6 +114,7 @@ def timed_step(setting: Setting, phase: str, rows: int, tokens: int, repeats: in
 
 def step_row(setting: Setting, work: StepWork, spread: Spread, tokens: int) -> dict:
     """A step's time, its tokens per second, and its shares of the device's limits."""
+    setting.watch.compare(spread.readings)
     return {
         "step_ms": spread.median * 1e3, "min_ms": spread.min * 1e3, "max_ms": spread.max * 1e3,
         "tokens_per_s": tokens / spread.median, **setting.shares(work, spread.median),

@@ -9,7 +9,7 @@ from dataclasses import replace
 from minillm.course.experiments import common
 from minillm.course.experiments.service import COST, FIGURES, simulated
 from minillm.course.figures import flat, service_row
-from minillm.course.setting import Setting
+from minillm.course.setting import Setting, timed
 from minillm.fast.engine import Engine
 from minillm.fast.memory import native_format
 from minillm.guard.inputs import check_at_least, check_positive
@@ -190,6 +190,7 @@ def request_memory(kv_format: str = "bf16", context: int = CONTEXT) -> dict:
 # -- on the device at hand ------------------------------------------------------------------------
 
 
+@timed
 def worked_example_here(setting: Setting) -> Measurement:
     """The same set-ups on this device, every prompt computed. On a GPU with the articles' lengths and memory:
     60 GB for keys and values, which hold 111 contexts of an 8B model in 16 bits."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minillm.course.experiments.common import decode_seconds, measured, serve, step_row, warm_up
 from minillm.course.experiments.quality import QualityTask, python_help, quality_row, quality_tables, run_task
-from minillm.course.setting import Setting
+from minillm.course.setting import Setting, timed
 from minillm.extras.key_scaling import ChannelScaling, KeyTransform
 from minillm.fast.memory import native_format
 from minillm.fast.weight_formats import WEIGHT_FORMATS, quantize_weights
@@ -194,6 +194,7 @@ def scheme_rows(
         }
 
 
+@timed
 def kv_concurrency(setting: Setting) -> Measurement:
     """The `chat` lengths, arriving together, in the same bytes for keys and values: concurrent requests and speed."""
     model = setting.timed_model
@@ -261,6 +262,7 @@ def weight_quality(setting: Setting) -> Measurement:
     return measured("weight_quality", plain, setting.model_name, rows, None, setting.seed)
 
 
+@timed
 def weight_speed(setting: Setting) -> Measurement:
     """A decode step by weight format and rows: time, share of the bandwidth, and the cache that has room beside.
 

@@ -23,10 +23,11 @@ from minillm.fast.engine import Engine
 from minillm.fast.memory import native_format
 from minillm.ladder.decode import NoCache, decode_cached, decode_recomputing
 from minillm.ladder.quantized import kv_bytes_per_token
+from minillm.ladder.records import StepRecord
 from minillm.ladder.request import SamplingParams
 from minillm.ladder.speculative import NgramProposer, Speculator
 from minillm.measure import metrics
-from minillm.measure.measurement import Measurement, Spread, provenance
+from minillm.measure.measurement import Measurement, Spread, Watch, provenance
 from minillm.measure.workload import WorkItem, lognormal, play_by_step
 
 # How far apart the two likeliest logits may be where two rungs are allowed to disagree: sums in
@@ -90,12 +91,14 @@ class Task:
 
 @dataclass
 class Run:
-    """What one rung did with its requests in one turn. ends_s: of each request, where they ran one after another."""
+    """What one rung did with its requests in one turn. ends_s: of each request, where they ran one after another;
+    steps: an engine's, where they ran on one."""
 
     outputs: list[list[int]]
     seconds: float
     details: dict
     ends_s: list[float] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
 
     @property
     def tokens_per_s(self) -> float:
@@ -166,14 +169,16 @@ def ladder(
     tasks = [Task(rung, **alone) if rung.alone else Task(rung, items[: rung.first], kv_memory) for rung in RUNGS]
     _refuse_what_cannot_run(model, tasks)
     _warm_up(model, items)
-    runs = _in_turns(model, tasks, progress)
+    watch = Watch()
+    runs = _in_turns(model, tasks, progress, watch)
     references = {  # rung 1's tokens, and rung 2's for the requests that rung 1 did not run
         False: runs[1][0].outputs + runs[FIRST_BATCHED][0].outputs[len(tasks[1].items) :],
         True: [list(decode_cached(model, item.prompt_ids, item.output_tokens)) for item in copying],
     }
     rows = [_row(model, task, runs, references[task.rung.alone]) for task in tasks]
     spread = Spread.of([run.tokens_per_s for run in runs[MAIN]], warmups=1)
-    return Measurement("ladder", provenance(name, native_format(model.dtype), model.device, SEED, spread), rows)
+    load = watch.found(model.device.type == "cpu")
+    return Measurement("ladder", provenance(name, native_format(model.dtype), model.device, SEED, spread, **load), rows)
 
 
 def _refuse_what_cannot_run(model, tasks: Sequence[Task]) -> None:
@@ -185,13 +190,15 @@ def _refuse_what_cannot_run(model, tasks: Sequence[Task]) -> None:
                 engine.add(item.prompt_ids, item.params)
 
 
-def _in_turns(model, tasks: Sequence[Task], progress: Progress) -> list[list[Run]]:
-    """Every task once a turn; the runs of each."""
+def _in_turns(model, tasks: Sequence[Task], progress: Progress, watch: Watch) -> list[list[Run]]:
+    """Every task once a turn; the runs of each. watch: told how busy the machine is."""
     runs: list[list[Run]] = [[] for _ in tasks]
     for turn in range(1, TURNS + 1):
         for task, mine in zip(tasks, runs, strict=True):
             with progress(f"turn {turn} of {TURNS}, rung {task.rung.number}: {task.rung.name}", len(task.items)) as bar:
-                mine.append(_run(model, task, bar))
+                with watch:
+                    mine.append(_run(model, task, bar))
+                watch.compare_steps(mine[-1].steps)
     return runs
 
 
@@ -242,7 +249,7 @@ def _run_engine(engine: Engine, items: Sequence[WorkItem], bar) -> Run:
         "kv_held_mb": found["kv"]["peak_reserved_tokens"] * per_token,
         "kv_used_mb": found["kv"]["peak_used_tokens"] * per_token,
     }
-    return Run(outputs, found["span_s"], details)
+    return Run(outputs, found["span_s"], details, steps=engine.records.steps)
 
 
 def _warm_up(model, items: Sequence[WorkItem]) -> None:
@@ -340,19 +347,22 @@ def ladder_table(rows: Sequence[dict]) -> str:
         {
             **row, **({} if row["requests"] == all_requests or row["alone"] else NOT_COMPARABLE),
             "rung": f"{row['rung']} {row['name']}", "tokens_per_s": _with_range(row, "tokens_per_s"),
-            "times": _with_range(row, "times_rung_before"),
+            "times": _times(row, before),
             "kv": f"{cell(row['kv_used_mb'])} of {cell(row['kv_held_mb'])}" if row["kv_held_mb"] else "-",
             "same": f"{row['agreement_percent']:.0f} %" if row["identical"] is None else cell(row["identical"]),
         }
-        for row in rows
+        for row, before in zip(rows, [None, *rows], strict=False)
     ]
     return text_table(shown, COLUMNS)
 
 
 def _with_range(row: dict, column: str) -> str:
-    if row[column] is None:
-        return "-"
     return f"{cell(row[column])} ({cell(row[column + '_min'])}-{cell(row[column + '_max'])})"
+
+
+def _times(row: dict, before: dict | None) -> str:
+    """The ratio of the two medians that the table shows, so that a reader finds it again."""
+    return "-" if row["times_rung_before"] is None else f"{row['tokens_per_s'] / before['tokens_per_s']:.2f}"
 
 
 def ladder_notes(rows: Sequence[dict]) -> str:
@@ -362,10 +372,14 @@ def ladder_notes(rows: Sequence[dict]) -> str:
     return "\n".join((
         f"Rung 0 ran the first {first} requests, rung 1 {second}, rungs 2 to 5 all {every}. Alone: one request, "
         f"whose {copied} tokens copy its prompt.",
-        f"tokens/s of output, and times the line above in the same turn: medians of {turns} turns (lowest-highest).",
-        "latency: from a request's arrival to its last token, where all ran; under 100 requests p99 is the highest.",
+        f"tokens/s of output: the median of {turns} turns (lowest-highest). x before: it over that of the line above.",
+        "TTFT, latency: from a request's arrival to its first and last token, queueing included, where all requests "
+        "ran;\nunder 100 requests p99 is the highest.",
         f"mean batch: rows a step that served a request; static batches also carried finished rows, {idle:,} times.",
-        "same tokens: as rung 1's, or rung 2's where rung 1 did not run; in %: those before the first that differs.",
+        "KV MB: the peak of keys and values in use, of the memory held for them.",
+        "same tokens: as rung 1's, or rung 2's where rung 1 did not run. In %: tokens before a request's first that "
+        "differs:\nafter it a greedy text goes another way, which need not be worse; `minillm measure kv_quality` asks "
+        "that.",
     ))
 
 

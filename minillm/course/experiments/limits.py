@@ -13,7 +13,7 @@ from statistics import mean
 import torch
 
 from minillm.course.experiments.common import decode_seconds, step_row, timed_step
-from minillm.course.setting import Setting
+from minillm.course.setting import Setting, timed
 from minillm.fast.model import FastLlama
 from minillm.ladder.decode import NoCache, SequenceCache
 from minillm.ladder.records import Records
@@ -26,6 +26,7 @@ from minillm.measure.roofline import Ceilings, StepShape, StepWork, least_work, 
 # -- steps beside the roofline --------------------------------------------------------------------
 
 
+@timed
 def roofline_steps(setting: Setting) -> Measurement:
     """Decode steps by rows and prefills by tokens, each beside the least time that the limits allow."""
     rows, spreads, steps = [], [], setting.size(8, 12)
@@ -49,6 +50,7 @@ def roofline_row(setting: Setting, work: StepWork, spread: Spread, tokens: int) 
     }
 
 
+@timed
 def mbu_by_width(setting: Setting) -> Measurement:
     """One decoded token, by the model and by ever narrower ones with random weights: as many calls, less work.
 
@@ -76,6 +78,7 @@ def narrowed(model: FastLlama, divisor: int) -> FastLlama:
     return make_model(config, RandomTensors(config, model.device, model.dtype), model.device, model.dtype)
 
 
+@timed
 def decode_step(setting: Setting) -> Measurement:
     """One row's step, of the model and of its first half, quarter and eighth of layers: time against bytes read."""
     model, context, rows, spreads = setting.timed_model, 32, [], []
@@ -102,6 +105,7 @@ def first_layers(model: FastLlama, layers: int) -> FastLlama:
 # -- the length of the text -----------------------------------------------------------------------
 
 
+@timed
 def cost_by_length(setting: Setting) -> Measurement:
     """What the next token costs after texts of many lengths: all of the text computed again, and with a cache.
 
@@ -149,6 +153,7 @@ def one_cached_step(model: FastLlama, length: int):
     return step
 
 
+@timed
 def prefill(setting: Setting) -> Measurement:
     """Prompts by length and number, each case in one step; and decode steps of as many rows."""
     rows, spreads = [], []
@@ -168,6 +173,7 @@ def prefill(setting: Setting) -> Measurement:
 # -- utilisation ----------------------------------------------------------------------------------
 
 
+@timed
 def utilisation(setting: Setting) -> Measurement:
     """What the usual gauge reads at batch 1 and at 64, beside the tokens made and the shares of the limits."""
     name, gauge = ("NVML utilisation", gpu_gauge) if setting.gpu else ("process CPU time", processor_gauge)

@@ -10,7 +10,7 @@ from minillm.course.experiments.common import decode_seconds, serve, warm_up
 from minillm.course.experiments.limits import one_cached_step
 from minillm.course.experiments.service import simulated, under_load
 from minillm.course.figures import LATENCIES, service_row
-from minillm.course.setting import Setting
+from minillm.course.setting import Setting, timed
 from minillm.fast.engine import Engine
 from minillm.fast.memory import native_format
 from minillm.ladder.quantized import kv_bytes_per_token, kv_storage
@@ -51,6 +51,7 @@ def token_row(name: str, config: ModelConfig) -> dict:
 # -- on the device --------------------------------------------------------------------------------
 
 
+@timed
 def memory_by_policy(setting: Setting) -> Measurement:
     """The same requests in the same bytes, as slots and as pages: how many ran at once, and what was wasted."""
     model, rows = setting.timed_model, []
@@ -82,11 +83,12 @@ def memory_row(records: Records, token_bytes: int) -> dict:
     }
 
 
+@timed
 def prefix_sharing(setting: Setting, prompts: Sequence[Sequence[int]] | None = None, tokens: int = 4) -> Measurement:
     """The same prompts one after another: without sharing, with it, and with another first token each.
 
-    prompts: by default one long start before several questions. TTFT is that of the prompts
-    after the first, which finds nothing to share.
+    prompts: by default one long start before several questions. The cases take turns at each prompt, so
+    that they meet the same noise. TTFT is that of the prompts after the first, which finds nothing to share.
     """
     model, rows = setting.timed_model, []
     if prompts is None:
@@ -94,20 +96,28 @@ def prefix_sharing(setting: Setting, prompts: Sequence[Sequence[int]] | None = N
         prompts = [item.prompt_ids for item in shared_prefix(requests, prefix, seed=setting.seed)]
     changed = [[(prompt[0] + i) % model.config.vocab_size, *prompt[1:]] for i, prompt in enumerate(prompts)]
     warm_up(model, len(prompts[0]) // 2)
-    for case, cache, asked in (
-        ("no sharing", False, prompts), ("shared prefix", True, prompts), ("first token changed", True, changed)
-    ):
-        engine = Engine(model, prefix_cache=cache, max_context=max(map(len, prompts)) + tokens, max_batch=8)
-        for prompt in asked:
-            engine.generate([prompt], SamplingParams(max_tokens=tokens, ignore_eos=True))
+    longest = max(map(len, prompts)) + tokens
+    memory = 2 * -(-longest // BLOCK) * BLOCK * kv_bytes_per_token(model.config, native_format(model.dtype))
+    cases = [
+        (case, asked, Engine(model, prefix_cache=cache, max_context=longest, max_batch=1, kv_memory=memory))
+        for case, cache, asked in (
+            ("no sharing", False, prompts), ("shared prefix", True, prompts), ("first token changed", True, changed)
+        )
+    ]
+    for turn in range(len(prompts)):
+        for _, asked, engine in cases:
+            engine.generate([asked[turn]], SamplingParams(max_tokens=tokens, ignore_eos=True))
+    for case, asked, engine in cases:
         later = [(record.first_token - record.arrival) * 1e3 for record in engine.records.requests[1:]]
         rows.append({
             "case": case, "prompt_tokens": sum(map(len, asked)), "computed": engine.records.totals["prompt_tokens"],
-            "found": engine.records.totals["cached_tokens"], "ttft_p50_ms": median(later), "ttft_max_ms": max(later),
+            "found": engine.records.totals["cached_tokens"], "ttft_p50_ms": median(later), "ttft_min_ms": min(later),
+            "ttft_max_ms": max(later),
         })
     return setting.measured("prefix_sharing", rows)
 
 
+@timed
 def cost_of_blocks(setting: Setting, steps: int = 8) -> Measurement:
     """A decode step of one sequence: keys and values in one run (rung 1), and gathered block by block (rung 4)."""
     model, rows, spreads = setting.timed_model, [], []

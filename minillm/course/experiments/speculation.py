@@ -18,7 +18,7 @@ from torch import Tensor
 from minillm.course.experiments.common import measured
 from minillm.course.experiments.ladder import compare
 from minillm.course.prompts import CHAT_PROMPTS, COPY_PROMPTS
-from minillm.course.setting import Setting
+from minillm.course.setting import Setting, timed
 from minillm.extras.adaptive import AdaptiveSpeculator
 from minillm.extras.drafter import WEIGHTS, DrafterProposer, fits, load_drafter, read_card
 from minillm.fast.engine import Engine
@@ -275,6 +275,7 @@ def sampling_check(draws: int, seed: int) -> dict:
     }
 
 
+@timed
 def speculation(setting: Setting) -> Measurement:
     """Step costs, drafts of every kind by length and batch, where they begin to cost, and a check of sampling."""
     model = setting.model

@@ -6,7 +6,8 @@
     with ticking("knee"):                           # no engine to watch: a line that counts the seconds
         knee(setting)
 
-A line is written only on a terminal, a bar not in CI, and neither with TQDM_DISABLE set.
+On a terminal a line is written over and over; elsewhere, as in a log, a new one now and then. A
+bar of a notebook is not shown in CI, and nothing is with TQDM_DISABLE set.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from tqdm import tqdm
-
-from minillm.fast.engine import Engine
+if TYPE_CHECKING:
+    from minillm.fast.engine import Engine
 
 Show = Callable[[dict], None]
 Item = TypeVar("Item")
 EVERY_S = 0.25  # between two looks
+LOG_EVERY_S = 20.0  # between two lines where there is no terminal
 
 
 class Gauges:
@@ -72,7 +74,13 @@ def line(reading: dict) -> str:
 
 @contextmanager
 def on_terminal(label: str) -> Iterator[Show]:
-    """A line on stderr that is written over and over, if that is a terminal; gone at the end."""
+    """A line on stderr that is written over and over, and gone at the end; where there is no terminal, log lines."""
+    from tqdm import tqdm
+
+    if not sys.stderr.isatty():
+        log = Log(label)
+        yield lambda reading: log.write(line(reading))
+        return
     with tqdm(desc=label, bar_format="{desc}", leave=False, disable=None, mininterval=EVERY_S, file=sys.stderr) as bar:
         shown = -float("inf")
 
@@ -85,22 +93,57 @@ def on_terminal(label: str) -> Iterator[Show]:
         yield show
 
 
+class Log:
+    """A progress bar where there is no terminal: a line on stderr when it has been silent for `LOG_EVERY_S`.
+
+    The first line of one that counts to a total comes immediately.
+    """
+
+    def __init__(self, label: str, total: int = 0) -> None:
+        self.label, self.total, self.done = label, total, 0
+        self.wrote = -float("inf") if total else time.perf_counter()
+        if total:
+            self.write("")
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def update(self, number: int) -> None:
+        """So many more items are done."""
+        self.done += number
+        self.write(f"{self.done:,} of {self.total:,}")
+
+    def write(self, text: str) -> None:
+        """The line, unless one was written just now."""
+        now = time.perf_counter()
+        if now - self.wrote >= LOG_EVERY_S and not os.environ.get("TQDM_DISABLE"):
+            self.wrote = now
+            print(f"{self.label}: {text}" if text else self.label, file=sys.stderr, flush=True)
+
+
 @contextmanager
 def ticking(label: str, every_s: float = 1.0) -> Iterator[None]:
-    """A line on stderr that counts the seconds of a long job, if that is a terminal and not CI; gone at the end.
+    """A line on stderr that counts the seconds of a long job, on a terminal gone at the end; none in CI.
 
     A thread of its own writes it, for some microseconds a second: far too little to show in what the job times.
     """
+    from tqdm import tqdm
+
     silent = None if watched() else True  # None: silent unless it is a terminal
     with tqdm(desc=label, bar_format="{desc}: {elapsed}", leave=False, disable=silent, file=sys.stderr) as bar:
-        done = threading.Event()
+        done, log, began = threading.Event(), Log(label), time.perf_counter()
 
         def tick() -> None:
             while not done.wait(every_s):
-                bar.refresh()
+                if bar.disable:
+                    log.write(f"{time.perf_counter() - began:.0f} s")
+                else:
+                    bar.refresh()
 
         ticker = threading.Thread(target=tick, daemon=True)
-        if not bar.disable:
+        if watched():
             ticker.start()
         try:
             yield
@@ -125,6 +168,7 @@ def bar(items: Sequence[Item], label: str) -> Iterable[Item]:
 
 def progress(label: str, total: int):
     """A progress bar of its own on a notebook's page: a `Setting`'s `progress`."""
-    from tqdm.auto import tqdm as on_this_page  # imports ipywidgets in a notebook
-
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # without ipywidgets it is a bar of text, and need not say so
+        from tqdm.auto import tqdm as on_this_page
     return on_this_page(total=total, desc=label, leave=False, disable=not watched())

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
-from tqdm import tqdm
-
+from minillm.course.show.live import Log
 from minillm.course.show.tables import cell, text_table
 from minillm.measure.measurement import Measurement
 
+CURE = "Close what else runs and run it again, or leave it a core: --threads 1"  # of a busy machine
 SECONDS = {"queue_s": "queue", "ttft_s": "TTFT", "itl_per_step_s": "ITL per step", "itl_per_token_s": "ITL per token",
            "latency_s": "latency"}
 
 
 def bar(label: str, total: int):
-    """A progress bar on stderr, if that is a terminal."""
-    return tqdm(total=total, desc=label, leave=False, disable=None)
+    """A progress bar on stderr; where that is no terminal, a line now and then."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=label, leave=False, disable=None) if sys.stderr.isatty() else Log(label, total)
 
 
 def write(arguments, measurement: Measurement, result: dict) -> None:
-    """Keep the measurement, and write the result, where --save and --json ask for it."""
+    """Say if the machine was busy; keep the measurement, and write the result, where --save and --json ask for it."""
+    say_if_busy(measurement.disturbed)
     if arguments.save:
         print(f"saved {measurement.save()}")
     write_json(arguments.json, result)
+
+
+def say_if_busy(disturbance: str) -> None:
+    """The sentence, and what to do; nothing for a machine that was not busy."""
+    if disturbance:
+        print(f"{disturbance}. {CURE}")
 
 
 def write_json(where: str | None, result: dict) -> None:

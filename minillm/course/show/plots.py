@@ -4,11 +4,15 @@ What a picture shows is first worked out as plain data (`timeline`, `pool_snapsh
 the tests compare with the metrics; drawing adds nothing to it. A title states the finding,
 computed from the very rows that are drawn, unless the caller passes one.
 
-A figure is closed before it is returned: a notebook shows it once, as the cell's last value.
+pyplot and its backends have no part in it: a figure draws itself as PNG, in a file or as a cell's
+last value, whatever backend the host has chosen (MPLBACKEND), installed or not.
 """
 
 from __future__ import annotations
 
+import io
+import os
+import sys
 import textwrap
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +21,15 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-import matplotlib.pyplot as plt
+try:
+    import matplotlib
+except ValueError:  # MPLBACKEND is no backend's name
+    del os.environ["MPLBACKEND"]
+    for half_imported in [name for name in sys.modules if name.startswith("matplotlib.")]:
+        del sys.modules[half_imported]
+    import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
@@ -49,15 +60,22 @@ STYLE = {
 }
 
 
+class Picture(Figure):
+    """A figure that shows itself in a notebook."""
+
+    def _repr_png_(self) -> bytes:
+        file = io.BytesIO()
+        self.savefig(file, format="png", bbox_inches="tight")
+        return file.getvalue()
+
+
 @contextmanager
 def drawing(rows: int = 1, columns: int = 1, size: tuple[float, float] = (9, 4), **settings):
-    """A figure and its axes [rows, columns] in the common style; closed when the block ends."""
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, **settings)
-        try:
-            yield figure, axes
-        finally:
-            plt.close(figure)
+    """A figure and its axes [rows, columns] in the common style."""
+    with matplotlib.rc_context(STYLE):
+        figure = Picture(figsize=size)
+        FigureCanvasAgg(figure)
+        yield figure, figure.subplots(rows, columns, squeeze=False, **settings)
 
 
 def headline(figure: Figure, text: str) -> None:

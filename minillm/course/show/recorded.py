@@ -31,7 +31,7 @@ def heading(run: Measurement) -> str:
     """Where and when a measurement was made."""
     p = run.provenance
     ran = () if p.model == SEE_ROWS else (f"{p.model} in {p.dtype}", f"torch {p.torch}")
-    parts = p.device, *ran, p.date[:10], f"commit {p.commit[:10]}", run.missing
+    parts = p.label, *ran, p.date[:10], f"commit {p.commit[:10]}", "made on a busy machine" * p.busy, run.missing
     return ", ".join(part for part in parts if part)
 
 
@@ -40,10 +40,11 @@ def on_gpu(run: Measurement) -> bool:
     return "CUDA" in run.provenance.driver
 
 
-def ledger(here: Mapping[str, Rows | None], root: Path = MEASUREMENTS) -> str:
+def ledger(here: Mapping[str, Rows | Measurement | None], root: Path = MEASUREMENTS) -> str:
     """What is known of some claims, by id: the verdict on rows that were measured just now, and on each recorded run.
 
-    here: None for a claim of which this page measured nothing. ValueError for an unknown claim.
+    here: None for a claim of which this page measured nothing. A Measurement of a busy machine is
+    not judged. ValueError for an unknown claim.
     """
     known = {claim.id: claim for claim in LEDGER}
     if strangers := [id for id in here if id not in known]:
@@ -62,8 +63,12 @@ def ledger(here: Mapping[str, Rows | None], root: Path = MEASUREMENTS) -> str:
     return "\n".join(lines)
 
 
-def verdict_on(claim: Claim, rows: Rows) -> str:
+def verdict_on(claim: Claim, rows: Rows | Measurement) -> str:
     """The ledger's own verdict on rows, in words; what is missing, where they are too few to tell."""
+    if isinstance(rows, Measurement):
+        if rows.disturbed:
+            return f"{NOT_MEASURED}: {rows.disturbed}; run the page again when it is not"
+        rows = rows.rows
     try:
         verdict = judged(claim, rows)
     except Missing as missing:

@@ -4,7 +4,7 @@ A panel owns its controls, and moving one draws the picture once. It is one outp
 two faces: a reader with a kernel sees the controls; one without (a page on the web, a
 notebook that was only opened) sees the same picture at its first position, as an image.
 There is no stop button, since a kernel hears of a click only when a cell has ended: every
-move does a bounded amount of work.
+move does a bounded amount of work. Without ipywidgets the still picture is all there is.
 """
 
 from __future__ import annotations
@@ -12,9 +12,15 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
-import ipywidgets
 from matplotlib.figure import Figure
+
+try:
+    import ipywidgets
+except ImportError:  # a host may have none, and a damaged one is as good as none
+    ipywidgets = None
 
 from minillm.course.show import explore
 from minillm.ladder.records import Records
@@ -30,12 +36,14 @@ class Panel:
     Showing a second panel of the same name closes the first, observers and all.
     """
 
-    def __init__(self, name: str, draw: Callable[..., Figure | str], **controls: ipywidgets.Widget) -> None:
+    def __init__(self, name: str, draw: Callable[..., Figure | str], **controls: Any) -> None:
         if name in _shown:
             _shown[name].close()
         _shown[name] = self
         self.name, self.draw, self.controls = name, draw, controls
         self.first = self.picture()
+        if ipywidgets is None:
+            return
         self.face = ipywidgets.HTML(self.first) if isinstance(self.first, str) else ipywidgets.Image(value=self.first)
         self.box = ipywidgets.VBox([*controls.values(), self.face])
         for control in controls.values():
@@ -52,19 +60,21 @@ class Panel:
 
     def close(self) -> None:
         """Let go of the controls; what was shown stays as it is."""
+        if _shown.get(self.name) is self:
+            del _shown[self.name]
+        if ipywidgets is None:
+            return
         for control in self.controls.values():
             control.unobserve_all()
             control.close()
         self.face.close()
         self.box.close()
-        if _shown.get(self.name) is self:
-            del _shown[self.name]
 
     def _repr_mimebundle_(self, **kwargs) -> dict:
         """Both faces: the widgets, and the first picture for whoever has no kernel."""
         twin = {"text/html": self.first} if isinstance(self.first, str) else {
             "image/png": base64.b64encode(self.first).decode()}
-        return {**self.box._repr_mimebundle_(**kwargs), **twin}
+        return twin if ipywidgets is None else {**self.box._repr_mimebundle_(**kwargs), **twin}
 
 
 def png(figure: Figure) -> bytes:
@@ -74,11 +84,17 @@ def png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def _slider(label: str, lowest: int, highest: int, start: int) -> ipywidgets.IntSlider:
+def _control(kind: str, value: Any, label: str, **settings: Any) -> Any:
+    """A control of ipywidgets; where that is not installed, its value alone."""
+    if ipywidgets is None:
+        return SimpleNamespace(value=value)
+    return getattr(ipywidgets, kind)(value=value, description=label, **settings)
+
+
+def _slider(label: str, lowest: int, highest: int, start: int) -> Any:
     """A slider that draws when it is let go, so that a drag draws one picture and not fifty."""
-    return ipywidgets.IntSlider(
-        start, lowest, highest, description=label, continuous_update=False, layout={"width": "60%"}
-    )
+    return _control("IntSlider", start, label, min=lowest, max=highest, continuous_update=False,
+                    layout={"width": "60%"})
 
 
 def schedule_stepper(records: Records, start: int = 1) -> Panel:
@@ -94,9 +110,9 @@ def pool_explorer() -> Panel:
     return Panel(
         "pool", explore.pool_at,
         steps=_slider("steps", 0, 90, 12),
-        kv=ipywidgets.ToggleButtons(options=["paged", "slots"], description="policy"),
-        shared=ipywidgets.Checkbox(False, description="same first 32 tokens"),
-        block_size=ipywidgets.SelectionSlider(options=[4, 8, 16, 32], value=16, description="block size"),
+        kv=_control("ToggleButtons", "paged", "policy", options=["paged", "slots"]),
+        shared=_control("Checkbox", False, "same first 32 tokens"),
+        block_size=_control("SelectionSlider", 16, "block size", options=[4, 8, 16, 32]),
     )
 
 
@@ -104,11 +120,11 @@ def capacity_explorer() -> Panel:
     """How many requests fit on a device, and where its throughput bends."""
     return Panel(
         "capacity", explore.capacity_at,
-        device=ipywidgets.Dropdown(options=list(DEVICES), description="device"),
-        model=ipywidgets.Dropdown(options=sorted(PRESETS), value="llama-3-8b", description="model"),
-        context=ipywidgets.SelectionSlider(
-            options=[2**n for n in range(8, 18)], value=4096, description="context", continuous_update=False),
-        kv_format=ipywidgets.ToggleButtons(options=["bf16", "int8", "int4"], description="KV format"),
+        device=_control("Dropdown", next(iter(DEVICES)), "device", options=list(DEVICES)),
+        model=_control("Dropdown", "llama-3-8b", "model", options=sorted(PRESETS)),
+        context=_control("SelectionSlider", 4096, "context", options=[2**n for n in range(8, 18)],
+                         continuous_update=False),
+        kv_format=_control("ToggleButtons", "bf16", "KV format", options=["bf16", "int8", "int4"]),
     )
 
 
