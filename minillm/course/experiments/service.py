@@ -179,8 +179,9 @@ def in_pools(
     A layout is one pool of GPUs, which takes all requests, or two: for people, and for jobs.
     Within a pool a request goes to the least loaded GPU.
     """
+    longest = max(len(item.prompt_ids) + item.max_tokens for item in (*people, *jobs))
     for layout, pools in layouts.items():
-        engines = [[service.engine() for service in pool] for pool in pools]
+        engines = [[service.engine(longest) for service in pool] for pool in pools]
         if len(engines) == 1:
             ended = fleet.serve(engines[0], [*people, *jobs])
             parts = ended[: len(people)], ended[len(people) :]
