@@ -399,7 +399,7 @@ def achieved_batch(setting: Setting) -> Measurement:
     compared = ("busy_share", *GAUGES, *FIGURES, COST)
     loads = {}
     for seed in seeds(setting):
-        items = lognormal(1.0, setting.size(60, 400), 200, 512, seed=seed)
+        items = lognormal(1.0, setting.size(60, 200), 200, 512, seed=seed)
         loads[seed] = [replace(item, max_tokens=16_384 - len(item.prompt_ids)) for item in items]
     rows: list[dict] = []
     for setup, limit in setting.each("achieved_batch", LIMITED.items()):
