@@ -104,7 +104,8 @@ def test_a_spent_budget_leaves_out_the_later_rows_and_says_so(three, capsys):
 
 SWEEPS = {"decode": 1, "batch_curve": 1, "roofline_steps": 1, "prefill": 1, "cost_by_length": 1, "gain_by_spread": 1,
           "cost_of_blocks": 1,
-          "speculation": len({0, 1, 2, 4, 7, ADAPTIVE}) + 2}  # of one batch, a check of sampling, and the first case
+          # step costs of one batch, a check of sampling, n-grams on copies of one length and adaptive, their crossover
+          "speculation": len({0, 1, 2, 4, 7, ADAPTIVE}) + 1 + 2 + 1}
 
 
 @pytest.mark.parametrize("name", SWEEPS)
