@@ -6,7 +6,7 @@ import pytest
 
 from minillm.course.experiments.repeats import in_turns, median_row, over_seeds, with_spread
 from minillm.course.setting import Setting
-from minillm.course.verdicts.reading import reading
+from minillm.course.verdicts.reading import ratio, reading
 
 
 def test_a_row_of_three_runs_has_medians_and_the_spread_of_what_is_compared():
@@ -23,6 +23,18 @@ def test_rows_of_seeds_are_put_together_by_set_up():
                       "seed_times")
     assert [(row["setup"], row["seed_times"], row["seed_times_max"]) for row in rows] == [(1, 6, 7), (2, 12, 14)]
     assert all(row["seeds"] == [5, 6, 7] and row["turns"] == 3 for row in rows)
+    assert rows[1]["by_seed"] == {"seed_times": [10, 12, 14]}
+
+
+def test_set_ups_are_compared_seed_by_seed():
+    """Loads differ by a factor of two from seed to seed, and one set-up is always a tenth faster."""
+    runs = {"slow": (10.0, 20.0, 15.0), "fast": (11.0, 22.0, 16.5)}
+    fast, slow = (over_seeds(Setting(), lambda seed, name=name: [{"speed": runs[name][seed]}], "speed")[0]
+                  for name in ("fast", "slow"))
+    found = ratio(fast, slow, "speed")
+    assert (found.low, found.high) == pytest.approx((1.1, 1.1)) and found.recorded
+    alone = {name: value for name, value in slow.items() if name != "by_seed"}
+    assert ratio(fast, alone, "speed").low < 0.6, "of other runs only the ranges are known"
 
 
 def test_a_seed_that_leaves_out_a_set_up_is_an_error():

@@ -42,10 +42,17 @@ def seeds(setting: Setting) -> list[int]:
     return [setting.seed + turn for turn in range(SEEDS)]
 
 
+def seeds_row(setting: Setting, runs: Sequence[Mapping], compared: Sequence[str]) -> dict:
+    """`median_row` of one set-up under each of `seeds`, with the compared figures `by_seed`: of the same seed all
+    set-ups have the same load, so that a verdict compares them seed by seed."""
+    by_seed = {name: [run[name] for run in runs] for name in compared if all(run[name] is not None for run in runs)}
+    return {**median_row(runs, compared), "seeds": seeds(setting), "by_seed": by_seed}
+
+
 def over_seeds(setting: Setting, rows_of: Callable[[int], Sequence[Mapping]], *compared: str) -> list[dict]:
     """`rows_of(seed)` for each of `seeds`, which always gives the same set-ups in the same order: a row for each."""
     runs = [rows_of(seed) for seed in seeds(setting)]
-    return [{**median_row(same, compared), "seeds": seeds(setting)} for same in zip(*runs, strict=True)]
+    return [seeds_row(setting, same, compared) for same in zip(*runs, strict=True)]
 
 
 def in_turns(cases: Mapping[Case, Callable[[], float]], turns: int) -> dict[Case, list[float]]:

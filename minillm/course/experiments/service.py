@@ -17,7 +17,7 @@ import numpy as np
 from minillm.course.experiments.common import count
 from minillm.course.experiments.drafts import DraftingService, drafting
 from minillm.course.experiments.limits import gauges
-from minillm.course.experiments.repeats import median_row, over_seeds, seeds
+from minillm.course.experiments.repeats import over_seeds, seeds, seeds_row
 from minillm.course.figures import LATENCIES, flat, service_row
 from minillm.course.setting import Setting
 from minillm.fast.engine import Engine
@@ -376,7 +376,7 @@ def replicas(setting: Setting) -> Measurement:
     for number, found in runs.items():
         each = [{"replicas": number, "times_one": run["tokens_per_s"] / one["tokens_per_s"], **run}
                 for run, one in zip(found, runs[1], strict=True)]
-        rows.append({**median_row(each, ("times_one", *FIGURES, COST)), "seeds": seeds(setting)})
+        rows.append(seeds_row(setting, each, ("times_one", *FIGURES, COST)))
     return simulated("replicas", rows, setting)
 
 
