@@ -298,6 +298,13 @@ def test_unknown_cases_and_cures_are_refused():
         diagnose.diagnose("crowd", ["rest"])
 
 
+def test_a_cure_is_a_service_that_can_be_asked_for_its_limit():
+    assert {name: service.max_batch for name, service in diagnose.services("crowd", ["a larger batch"]).items()} == {
+        "before": 8, "a larger batch": 256}
+    (before, tempted), _ = diagnose.diagnose("crowd", ["8-bit keys and values"], requests=20)
+    assert (before["effect"], tempted["effect"]) == ("does nothing", service.effect(tempted["times_better"]))
+
+
 def test_without_a_cure_nothing_is_compared():
     rows, records = diagnose.diagnose("alone and slow", requests=20)
     assert [row["times_better"] for row in rows] == [1] and list(records) == ["before"]
@@ -318,6 +325,32 @@ def test_pictures_of_a_run_state_what_its_records_say():
     ttft = metrics.latencies(engine.records.requests)["ttft_s"]
     asked = {"all": engine.records.requests}
     assert f"all: {ttft['p50']:.2g} and {ttft['p90']:.2g} s" in title_of(service_plots.latency_distributions(asked))
+
+
+def test_a_picture_of_a_run_has_a_line_at_its_limit_and_no_axis_for_a_queue_that_never_is():
+    def axes(limit: int, **settings):
+        engine = virtual_engine(SECOND, max_batch=limit, **settings)
+        fleet.serve([engine], items(0.0, 0.1, 0.2, 0.3))
+        figure = service_plots.over_time({"run": engine.records}, limits={"run": limit})
+        return {ax.get_ylabel(): ax for ax in figure.axes}
+
+    queued, free = axes(2), axes(64)
+    assert [line.get_ydata()[0] for line in queued["rows in a step"].lines] == [2]
+    assert "waiting" in queued and "waiting" not in free and set(free) < set(queued)
+    assert not free["rows in a step"].lines
+    assert "max_batch 64, far above" in {text.get_text() for text in free["rows in a step"].texts}
+
+
+@pytest.mark.parametrize(("most", "top"), [(0.004, 0.0048), (0.014, 0.0168), (0.15, 1), (0.97, 1), (0.0, 1)])
+def test_a_cache_of_which_little_is_held_has_an_axis_of_its_own(most, top):
+    assert service_plots.top_of_axis(service_plots.cache_share, most) == pytest.approx(top)
+    assert service_plots.top_of_axis(service_plots.useful_rows, 40) == pytest.approx(43.2)
+
+
+def test_of_several_gpus_the_picture_says_that_the_fullest_is_drawn():
+    one, two = (Service(SECOND, replicas=number).serve(items(0.0, 0.1, 0.2)).records for number in (1, 2))
+    titles = [ax.get_title() for ax in service_plots.over_time({"one": one, "two": two}).axes]
+    assert titles[:2] == ["one", "two, of several GPUs the fullest"]
 
 
 def steps_at(*spans: tuple[float, float, int]) -> list[SimpleNamespace]:

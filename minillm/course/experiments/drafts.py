@@ -85,13 +85,14 @@ class RecordedProposer(VirtualProposer):
 
     def propose(self, rows: Sequence[Row]) -> list[None]:
         """Fill the drafts of the rows that have some, and let the time pass that this takes."""
-        self.now = self.recorded.at(len(rows))
+        decoding = [row for row in rows if row.num_drafts]
+        self.now = self.recorded.at(len(decoding))
         for row in rows:
             request = row.request
             found = row.num_drafts and uniform(request.seed, request.num_output, FOUND) < self.now.found
             row.drafts[:] = [self.next_token() for _ in range(row.num_drafts if found else 0)]
-        if self.now.cost and any(row.num_drafts for row in rows):
-            plain = StepShape.of([(row.start, row.end - row.start, int(row.samples)) for row in rows])
+        if self.now.cost and decoding:
+            plain = StepShape.of([(row.start, 1, 1) for row in decoding])
             self.clock.advance(self.now.cost * self.cost.seconds(plain))
         return [None] * len(rows)
 
