@@ -72,6 +72,14 @@ def times(value: float, noise: float = NOISE) -> Reading:
     return Reading(value, value / (1 + noise), value * (1 + noise), noise == 0)
 
 
+def turn_by_turn(row: dict, name: str, gain: Reading) -> Reading:
+    """A ratio with the spread of a row's own column of it, whose ratios were each taken within a turn, if recorded."""
+    if row.get(f"{name}_min") is None or row.get("turns", 0) < TURNS:
+        return gain
+    least, usual, most = (row[f"{name}{end}"] for end in ("_min", "", "_max"))
+    return Reading(gain.value, gain.value * least / usual, gain.value * most / usual, True)
+
+
 # -- what a ratio says ----------------------------------------------------------------------------
 
 
