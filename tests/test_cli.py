@@ -58,7 +58,7 @@ def test_a_result_goes_to_a_file(tmp_path, capsys):
         ("simulate trace --trace .", "Is a directory"),
         ("simulate trace", "`trace` and --trace FILE belong together"),
         ("simulate chat --trace x.csv", "`trace` and --trace FILE belong together"),
-        ("simulate chat --scale 1e9 --requests 2", "longer than the model's"),
+        ("simulate chat --scale 1e9 --requests 2", "the pool has"),
         ("simulate chat --seed -1", "seed -1 must be a finite number from 0 up"),
         ("capacity --memory-gb 1e308", "memory_bytes inf"),
         ("bench peers --repeats 0", "repeats 0 must be a finite number from 1 up"),
