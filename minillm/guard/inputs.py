@@ -107,6 +107,28 @@ def check_prompt(prompt_ids: Sequence[int]) -> None:
         raise RequestError("the prompt is empty; it needs at least one token")
 
 
+def check_length(config, prompt_ids: Sequence[int], new: int) -> None:
+    """Raise RequestError for an empty prompt, or for more tokens than the model may use."""
+    check_prompt(prompt_ids)
+    if len(prompt_ids) + new > (most := config.max_position_embeddings):
+        raise RequestError(f"{len(prompt_ids):,} prompt + {new:,} new tokens > context {most:,}")
+
+
+def check_lengths(config, requests) -> None:
+    """The same of requests, naming which of them."""
+    for index, request in enumerate(requests):
+        with naming_prompt(index):
+            check_length(config, request.prompt_ids, request.params.max_tokens)
+
+
+def context_of(model, config, asked: int | None) -> int:
+    """Tokens of the longest request: as asked, or all that the model may use. ValueError if those are fewer."""
+    most = config.max_position_embeddings
+    if asked and model and asked > most:  # an executor of one's own may have no model, and no limit
+        raise ValueError(f"max_context {asked:,} > {most:,} tokens that this model's positions or sliding window allow")
+    return asked or most
+
+
 def check_request(engine, prompt, params, request_id=None, arrival=None) -> list[int]:
     """The prompt as token ids. Raises RequestError for whatever is wrong with a request; changes nothing."""
     if not isinstance(request_id, str | int | None):
