@@ -26,14 +26,15 @@ class RequestError(ValueError):
 
 def is_number(value: object) -> bool:
     """Whether it is a scalar number, of Python, numpy or torch."""
-    return isinstance(value, Real) or getattr(value, "ndim", None) == 0
+    return isinstance(value, Real) or (getattr(value, "ndim", None) == 0 and isinstance(value.item(), Real))
 
 
 def check_at_least(least: float, **settings: float | None) -> None:
     """ValueError for the first setting that is not a finite number from `least` up; None is a default."""
     for name, value in settings.items():
         if value is not None and not (is_number(value) and least <= value < math.inf):
-            raise ValueError(f"{name} {value!r} must be a finite number from {least} up")
+            unit = " of bytes" if name == "kv_memory" else ""
+            raise ValueError(f"{name} {value!r} must be a finite number{unit} from {least} up")
 
 
 def check_positive(**settings: float | None) -> None:

@@ -147,7 +147,7 @@ def kv_storage(
     config: ModelConfig, kv_format: str, slots: int, device: str | torch.device = "cpu", key_transform=None
 ) -> KVStorage:
     """Storage for `slots` tokens in a format. ValueError for an unknown format, or a head_dim that it cannot pack."""
-    if kv_format not in STORES:
+    if not isinstance(kv_format, str) or kv_format not in STORES:
         raise ValueError(f"unknown KV format {kv_format!r}; known: {', '.join(STORES)}")
     keys, values = (STORES[kv_format](config, slots, device) for _ in range(2))
     return KVStorage(keys, values, device, key_transform)

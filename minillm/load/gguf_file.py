@@ -236,8 +236,8 @@ def _reader(path: Path):
     from gguf import GGUFReader  # only a conversion needs it
 
     class Reader(GGUFReader):
-        def _get(self, offset, dtype, count=1, *order):
-            found = super()._get(offset, dtype, count, *order)
+        def _get(self, offset, dtype, count=1, **order):
+            found = super()._get(offset, dtype, count, **order)
             if len(found) < count:
                 raise ValueError("it ends too early")
             return found
