@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
 
+LARGEST = sys.float_info.max  # a whole number can be larger, and then no float
 HOTTEST = 1e30  # far beyond "all tokens alike", and still a number in fp32
 
 
@@ -32,7 +34,7 @@ def is_number(value: object) -> bool:
 def check_at_least(least: float, **settings: float | None) -> None:
     """ValueError for the first setting that is not a finite number from `least` up; None is a default."""
     for name, value in settings.items():
-        if value is not None and not (is_number(value) and least <= value < math.inf):
+        if value is not None and not (is_number(value) and least <= value <= LARGEST):
             unit = " of bytes" if name == "kv_memory" else ""
             raise ValueError(f"{name} {value!r} must be a finite number{unit} from {least} up")
 
@@ -40,7 +42,7 @@ def check_at_least(least: float, **settings: float | None) -> None:
 def check_positive(**settings: float | None) -> None:
     """ValueError for the first setting that is not a finite number above 0; None is a default."""
     for name, value in settings.items():
-        if value is not None and not (is_number(value) and 0 < value < math.inf):
+        if value is not None and not (is_number(value) and 0 < value <= LARGEST):
             raise ValueError(f"{name} {value!r} must be a finite number above 0")
 
 

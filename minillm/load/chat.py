@@ -7,7 +7,7 @@ finds in transformers, whose own environment is in a package that the engine doe
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -24,8 +24,10 @@ def text_messages(messages: str | Sequence[Message], system: str | None = None) 
     """A chat with each content as one text; a str is one user message. ValueError names a message that has none."""
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    if isinstance(messages, Mapping) or not isinstance(messages, Iterable):
-        raise ValueError(f"messages {messages!r:.60} is neither a text nor a list of messages")
+    try:
+        messages = list(messages)
+    except TypeError:
+        raise ValueError(f"messages {messages!r:.60} is neither a text nor a list of messages") from None
     chat = [_text_message(number, message) for number, message in enumerate(messages)]
     return chat if system is None else [_text_message("system", {"role": "system", "content": system}), *chat]
 
@@ -35,7 +37,7 @@ def _text_message(number: int | str, message: Message) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError(f"message {number} {message!r:.60} is not of the form {{'role': text, 'content': text}}")
     content = message.get("content")
-    parts = [content] if isinstance(content, str | None | Mapping) or not isinstance(content, Iterable) else content
+    parts = content if isinstance(content, list | tuple) else [content]
     return {**message, "content": "".join(_text(number, part) for part in parts)}
 
 

@@ -100,7 +100,8 @@ def _read(fields: Fields) -> dict[str, Any]:
 
 def _read_rope(fields: Fields) -> tuple[float, dict[str, Any] | None]:
     """RoPE base and scaling from either spelling; ValueError for a type we do not compute."""
-    scaling = fields.part("rope_parameters") or fields.part("rope_scaling")
+    new, old = fields.part("rope_parameters"), fields.part("rope_scaling")
+    scaling = new or old
     theta = (scaling if "rope_theta" in scaling else fields).positive("rope_theta", 10_000.0)
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     if rope_type not in ROPE_TYPES:

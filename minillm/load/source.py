@@ -147,11 +147,13 @@ def _check_sha256(path: Path, expected: str) -> None:
 
 def _from_hub(name: str) -> Path:
     """A snapshot of the repository `name`, from the hub or from its local cache."""
-    from huggingface_hub import snapshot_download  # slow to import, and most sessions need no hub
-
     try:
+        from huggingface_hub import snapshot_download  # slow to import, and most sessions need no hub
+
         return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_DUPLICATES))
-    except OSError as error:  # the hub's own errors, and those of the network, derive from it
+    except ImportError:
+        raise
+    except Exception as error:  # the hub's own errors, those of the network, or no home to keep files in
         raise ModelNotFound(
             f"there is no directory {name!r} here, and the Hugging Face hub did not give it ({error}). "
             "Download it on a machine with a network and give its directory instead"

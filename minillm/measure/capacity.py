@@ -50,6 +50,8 @@ def capacity(
     weights_gb: 16 bits a weight if None. overhead_gb: activations, workspaces, the runtime.
     ValueError if weights and overhead leave nothing, or if the context is longer than the model's own.
     """
+    if memory_gb is None or overhead_gb is None:
+        raise ValueError(f"memory_gb {memory_gb} and overhead_gb {overhead_gb} must both be numbers of GB")
     check_at_least(0, memory_gb=memory_gb, weights_gb=weights_gb, overhead_gb=overhead_gb)
     config = model if isinstance(model, Shape) else ModelConfig.preset(model)
     context = whole_setting("context", context, 1, math.inf)

@@ -58,6 +58,7 @@ def make_workload(name: str, **settings) -> list[WorkItem]:
     """A workload by name, with its function's settings; ValueError lists both, and refuses what cannot be."""
     if not isinstance(name, str) or name not in WORKLOADS:
         raise ValueError(f"unknown workload {name!r}; known: {', '.join(WORKLOADS)}")
+    settings = {setting: value for setting, value in settings.items() if value is not None}
     known = signature(WORKLOADS[name]).parameters
     if unknown := [setting for setting in settings if setting not in known]:
         raise ValueError(f"workload {name!r} has no {', '.join(unknown)}; it has {', '.join(known)}")
@@ -76,8 +77,7 @@ WHOLE = {  # settings that are whole numbers, from the first to the last of thes
 
 
 def _checked_settings(settings: dict) -> dict:
-    """The settings as Python's own numbers, None left out; ValueError for the first that cannot be meant."""
-    settings = {name: value for name, value in settings.items() if value is not None}
+    """The settings as Python's own numbers; ValueError for the first that cannot be meant."""
     for name in settings.keys() & WHOLE:
         settings[name] = whole_setting(name, settings[name], *WHOLE[name])
     for name in settings.keys() & {"rate", "scale"}:
