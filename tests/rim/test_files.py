@@ -194,7 +194,7 @@ def test_random_damage_to_the_files_of_a_directory(family, tmp_path, tried):
     use(path)
     files = {file.name: file.read_bytes() for file in path.iterdir()}
     fields = [name for name in files if name.endswith(".json")]
-    for _ in range(550):
+    for _ in range(350):
         if draw.random() < 0.7:
             name = draw.choice(fields)
             data = json.dumps(at_random(draw, json.loads(files[name]))).encode()
@@ -227,7 +227,7 @@ def test_random_damage_to_a_gguf(tmp_path, tried):
     use(path)
     data, bad = path.read_bytes(), tmp_path / "bad.gguf"
     head = data[: data.rindex(b"output_norm.weight") + 64]  # settings and names stand before the numbers
-    for _ in range(250):
+    for _ in range(150):
         if draw.random() < 0.3:
             bad.write_bytes(damaged_bytes(draw, data))
         else:
