@@ -380,6 +380,12 @@ def test_inside_its_window_a_model_answers_at_every_entry(sliding):
     assert Engine(model, max_context=8).generate([prompt], params)[0].token_ids == answer
 
 
+@pytest.mark.parametrize("given", ["100MB", "1e9", float("nan")])
+def test_a_memory_for_keys_and_values_that_is_no_number_is_asked_for_in_bytes(given):
+    with pytest.raises(ValueError, match=f"kv_memory {given!r} must be a finite number of bytes from 1 up"):
+        Engine(make_model(*toy()), kv_memory=given)
+
+
 def test_more_context_than_positions_is_refused():
     model = make_model(*toy(max_position_embeddings=32))
     with pytest.raises(ValueError, match="max_context 64 > 32 tokens"):
