@@ -66,8 +66,8 @@ def lab(tmp_path_factory):
     settings.write_text('{"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": true}}')
     env = os.environ | {"MINILLM_QUICK": "1", "PYTHONPATH": str(ROOT), "JUPYTER_CONFIG_DIR": str(work / "config")}
     server = subprocess.Popen(
-        [sys.executable, "-m", "jupyterlab", *arguments, "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}",
-         f"--IdentityProvider.token={token}", "--LabApp.check_for_updates_class="
+        [sys.executable, "-m", "jupyterlab", *arguments, "--no-browser", "--allow-root", "--ip=127.0.0.1",
+         f"--port={port}", f"--IdentityProvider.token={token}", "--LabApp.check_for_updates_class="
          "jupyterlab.NeverCheckForUpdate"],
         cwd=work, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )
