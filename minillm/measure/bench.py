@@ -55,7 +55,7 @@ def bench(
     ]
     rows[0] |= ours.shares()
     spread = Spread.of(speeds["minillm"], warmups=1)
-    source = provenance(model_name, native_format(model.dtype), model.device, seed=0, spread=spread)
+    source = provenance(model_name, native_format(model.dtype), model.device, settings.get("seed", 0), spread)
     return Measurement(f"bench_{workload}", source, rows)
 
 
