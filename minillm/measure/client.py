@@ -23,7 +23,6 @@ import asyncio
 import errno
 import json
 import math
-import operator
 import os
 import socket
 import ssl
@@ -39,7 +38,7 @@ from typing import Any
 import httpx
 import torch
 
-from minillm.guard.inputs import check_at_least, check_positive, is_number, whole_number
+from minillm.guard.inputs import check_at_least, check_positive, whole_number, whole_setting
 from minillm.ladder.records import Records, RequestRecord
 from minillm.measure import metrics
 from minillm.measure.measurement import MEASUREMENTS, SEE_ROWS, Measurement, device_name, measurement_path, provenance
@@ -64,8 +63,8 @@ class Server:
     text_of: Callable[[Sequence[int]], str] | None = None
 
     def __post_init__(self) -> None:
-        self.patience_s = _number("patience_s", self.patience_s)
-        check_positive(patience_s=self.patience_s)
+        check_positive(patience_s=math.nan if self.patience_s is None else self.patience_s)
+        self.patience_s = float(self.patience_s)
         if not isinstance(self.model, str):
             raise ValueError(f"model {self.model!r} is not a name")
         try:
@@ -79,10 +78,10 @@ class Server:
 
     def body(self, item: WorkItem) -> dict:
         """The request: greedy, with exactly the workload's number of tokens. ValueError if its sizes cannot be."""
-        check_at_least(0, arrival=_number("arrival", item.arrival))
-        lengths = [_whole("max_tokens", item.max_tokens)]
+        check_at_least(0, arrival=math.nan if item.arrival is None else item.arrival)
+        lengths = [whole_setting("max_tokens", item.max_tokens, 1)]
         if item.stop_after is not None:
-            lengths.append(_whole("stop_after", item.stop_after))
+            lengths.append(whole_setting("stop_after", item.stop_after, 1))
         try:
             ids = list(item.prompt_ids)
         except TypeError:
@@ -94,28 +93,6 @@ class Server:
             "max_tokens": min(lengths), "temperature": 0, "ignore_eos": True, "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
-
-
-def _number(name: str, value: object) -> float:
-    """A setting as a float; ValueError if it is not a finite number."""
-    try:
-        number = float(value) if is_number(value) else math.nan
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"{name} {value!r} must be a finite number")
-    return number
-
-
-def _whole(name: str, value: object) -> int:
-    """A size as an int; ValueError if it is not a whole number from 1 up."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise ValueError(f"{name} {value!r} must be a whole number from 1 up")
-    return number
 
 
 @dataclass
@@ -181,7 +158,7 @@ async def play(
     server: Server, items: Sequence[WorkItem], clients: int | None = None, on_change: OnChange | None = None
 ) -> Run:
     """Send the workload; every request ends in `lives` or in `faults`. ValueError before anything is sent."""
-    clients = None if clients is None else min(_whole("clients", clients), len(items))
+    clients = None if clients is None else min(whole_setting("clients", clients, 1), len(items))
     bodies = [_encoded(server, item, index) for index, item in enumerate(items)]  # no time is spent on it later
     run, state = Run(), Counter()
     order = sorted(range(len(items)), key=lambda i: items[i].arrival)
