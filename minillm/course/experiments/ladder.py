@@ -16,6 +16,7 @@ from statistics import mean, median, pstdev
 
 import torch
 
+from minillm.course.experiments.common import spread_columns
 from minillm.course.prompts import CHAT_PROMPTS, COPY_PROMPTS
 from minillm.course.setting import Progress, Setting, silent
 from minillm.course.show.tables import cell, text_table
@@ -268,17 +269,11 @@ def _row(model, task: Task, runs: Sequence[Sequence[Run]], reference) -> dict:
     return {
         "rung": rung.number, "name": rung.name, "adds": rung.adds, "alone": rung.alone, "requests": len(task.items),
         "output_tokens": sum(map(len, mine[0].outputs)), "turns": len(mine),
-        **_spread("tokens_per_s", [run.tokens_per_s for run in mine]),
-        **_spread("times_rung_before", times),
+        **spread_columns("tokens_per_s", [run.tokens_per_s for run in mine]),
+        **spread_columns("times_rung_before", times),
         **{column: median(run.details[column] for run in mine) for column in mine[0].details},
         **_compared(model, task, mine, reference),
     }
-
-
-def _spread(column: str, values: Sequence[float] | None) -> dict:
-    """A column's median, and its lowest and highest value under names of their own; all None of None."""
-    of = {"": median, "_min": min, "_max": max}
-    return {f"{column}{end}": values and function(values) for end, function in of.items()}
 
 
 def _compared(model, task: Task, runs: Sequence[Run], reference) -> dict:
