@@ -112,7 +112,8 @@ def claims(arguments) -> int:
         print(ledger.as_audit(findings, shutil.get_terminal_size().columns))
     else:
         for row in rows:
-            print(f"{row['id']:>3}  {row['verdict'].upper()} on {cell(row['device'] or None)}{row['whose']}")
+            said = row["verdict"].removesuffix(" here").upper()  # the device follows, and may be another
+            print(f"{row['id']:>3}  {said} on {cell(row['device'] or None)}{row['whose']}")
             print(f"     {row['claim']}\n     {row['measured']}\n")
     write_json(arguments.json, {"claims": rows})
     return 0
