@@ -19,7 +19,7 @@ import torch
 from minillm.course.experiments.common import spread_columns
 from minillm.course.prompts import CHAT_PROMPTS, COPY_PROMPTS
 from minillm.course.setting import Progress, Setting, silent
-from minillm.course.show.tables import cell, text_table
+from minillm.course.show.tables import cell, text_table, with_range
 from minillm.fast.engine import Engine
 from minillm.fast.memory import native_format
 from minillm.ladder.decode import NoCache, decode_cached, decode_recomputing
@@ -341,7 +341,7 @@ def ladder_table(rows: Sequence[dict]) -> str:
     shown = [
         {
             **row, **({} if row["requests"] == all_requests or row["alone"] else NOT_COMPARABLE),
-            "rung": f"{row['rung']} {row['name']}", "tokens_per_s": _with_range(row, "tokens_per_s"),
+            "rung": f"{row['rung']} {row['name']}", "tokens_per_s": with_range(row, "tokens_per_s"),
             "times": _times(row, before),
             "kv": f"{cell(row['kv_used_mb'])} of {cell(row['kv_held_mb'])}" if row["kv_held_mb"] else "-",
             "same": f"{row['agreement_percent']:.0f} %" if row["identical"] is None else cell(row["identical"]),
@@ -349,10 +349,6 @@ def ladder_table(rows: Sequence[dict]) -> str:
         for row, before in zip(rows, [None, *rows], strict=False)
     ]
     return text_table(shown, COLUMNS)
-
-
-def _with_range(row: dict, column: str) -> str:
-    return f"{cell(row[column])} ({cell(row[column + '_min'])}-{cell(row[column + '_max'])})"
 
 
 def _times(row: dict, before: dict | None) -> str:
