@@ -631,7 +631,7 @@ def test_a_busy_machine_measured_nothing_and_a_record_without_the_field_counts(t
             monkeypatch.setattr(Measurement, "load", lambda *_, run=run: run)
             (finding,) = find_all(tmp_path, (JUDGED["B1"],))
             assert (finding.verdict, finding.kind) == (expected, kind)
-            assert (finding.measured == "the machine was busy") == (expected == NOT_MEASURED)
+            assert (finding.measured == "this machine was busy") == (expected == NOT_MEASURED)
     simulated = Measurement("batch_curve", BusyProvenance(**source(VIRTUAL, "none").__dict__), CURVE)
     monkeypatch.setattr(Measurement, "load", lambda *_: simulated)
     assert verdicts(tmp_path, "B1") == [HOLDS]  # no clock of this machine is in virtual time
