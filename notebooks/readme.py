@@ -45,13 +45,28 @@ def gpus() -> str:
     return "Recorded on GPUs: " + "; ".join(f"{device}: {', '.join(names)}" for device, names in found.items()) + "."
 
 
+def ladder_pictures() -> str:
+    """The pictures of `draw_ladder`."""
+    places = [picture_of(run).relative_to(ROOT).as_posix() for run in runs("ladder")]
+    return "\n\n".join(f"![Tokens per second by rung]({place})" for place in places)
+
+
+def picture_of(run: Measurement) -> Path:
+    """Where a run's picture is, beside its file."""
+    return measurement_path(run.provenance.device, run.experiment, MEASUREMENTS).with_suffix(".png")
+
+
 BLOCKS = {
     "ladder": lambda: tables("ladder", ladder_table, ladder_notes),
+    "ladder_pictures": ladder_pictures,
     "bench_peers": lambda: tables("bench_peers", lambda rows: text_table(rows, filled(rows, BENCH_COLUMNS))),
     "gpu": gpus,
     "claims": lambda: as_markdown(find_all(MEASUREMENTS)),
 }
-PAGES = {ROOT / "README.md": ("ladder", "bench_peers", "gpu"), ROOT / "notebooks" / "CLAIMS.md": ("claims",)}
+PAGES = {
+    ROOT / "README.md": ("ladder", "ladder_pictures", "bench_peers", "gpu"),
+    ROOT / "notebooks" / "CLAIMS.md": ("claims",),
+}
 
 
 def with_blocks(text: str) -> str:
@@ -69,10 +84,9 @@ def draw_ladder() -> None:
         rows = [{**row, "label": f"{row['rung']}\n{row['name']}"} for row in run.rows if not row["alone"]]
         best = max(rows, key=lambda row: row["tokens_per_s"])
         gain = best["tokens_per_s"] / rows[0]["tokens_per_s"]
-        title = f"From recomputing to {best['name']}: {gain:.0f} times the tokens ({run.provenance.device})"
+        title = f"From recomputing to {best['name']}: {gain:.0f} times the tokens ({run.provenance.label})"
         figure = bars(rows, "label", {"tokens_per_s": "tokens per second"}, title, "output tokens per second")
-        picture = measurement_path(run.provenance.device, "ladder", MEASUREMENTS).with_suffix(".png")
-        figure.savefig(picture, dpi=110, bbox_inches="tight")
+        figure.savefig(picture_of(run), dpi=110, bbox_inches="tight")
 
 
 if __name__ == "__main__":

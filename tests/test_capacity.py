@@ -100,6 +100,34 @@ def test_the_flags_of_other_engines_say_the_same():
     assert "for int4 there is no flag" in server_flags(articles(kv_format="int4"))["vLLM"]
 
 
+@pytest.mark.parametrize(("overhead_gb", "share"), [(0.0, "0.99"), (0.001, "0.99"), (0.4, "0.99"), (4.0, "0.95"),
+                                                    (2.0, "0.97"), (8.0, "0.90")])  # fmt: skip
+def test_the_share_of_other_engines_leaves_the_overhead_free(overhead_gb, share):
+    flags = server_flags(articles(overhead_gb=overhead_gb))
+    assert f"--gpu-memory-utilization {share} " in flags["vLLM"]
+    assert f"--mem-fraction-static {share} " in flags["SGLang"]
+
+
+@pytest.mark.parametrize("changes", [dict(memory_gb=20.1), dict(memory_gb=20.1, kv_format="fp8", context=8192)],
+                         ids=str)  # fmt: skip
+def test_where_no_request_fits_no_flags_are_printed(changes):
+    assert articles(**changes).max_concurrent == 0
+    for line in server_flags(articles(**changes)).values():
+        assert "no flags: not one request of" in line and "--" not in line
+
+
+@pytest.mark.parametrize(("model", "context", "most"), [("llama-3-8b", 100_000, 8192), ("llama-3-8b", 8193, 8192),
+                                                        ("qwen2.5-0.5b", 40_000, 32_768)])  # fmt: skip
+def test_a_context_beyond_the_models_own_is_refused_with_both(model, context, most):
+    with pytest.raises(ValueError, match=f"context {context:,} > {most:,} positions"):
+        capacity(model, 80, context=context)
+    assert "--max-model-len" in server_flags(capacity(model, 80, context=most))["vLLM"]
+
+
+def test_half_of_one_token_is_one_token():
+    assert [row["context_tokens"] for row in what_changes_it("llama-3-8b", memory_gb=80, context=1)][:2] == [1, 1]
+
+
 @pytest.mark.parametrize(("kv_format", "fit", "rule"), [("bf16", 111, 111), ("int8", 220, 222)])
 def test_the_command_prints_the_sum_and_its_json(kv_format, fit, rule, capsys):
     sums = "--model llama-3-8b --memory-gb 80 --weights-gb 16 --overhead-gb 4 --context 4096 --json -"
@@ -115,15 +143,33 @@ def test_nothing_left_is_said_with_the_numbers():
         capacity("llama-3-70b", 80, weights_gb=140)
     with pytest.raises(ValueError, match="unknown preset 'llama-9'; known: llama-3-70b"):
         capacity("llama-9", 80)
+    with pytest.raises(ValueError, match="unknown preset 'qwen3-8b'; known: .*; near it: qwen3-0.6b"):
+        capacity("qwen3-8b", 80)
+    with pytest.raises(ValueError, match="unknown preset 'abacus'; known: .*smollm2-360m$"):
+        capacity("abacus", 80)
     with pytest.raises(ValueError, match="kv_format='int3': choose 'fp32'"):
         articles(kv_format="int3")
 
 
 @pytest.mark.parametrize("wrong", [dict(memory_gb=float("nan")), dict(memory_gb=float("inf")), dict(weights_gb=-1.0),
-                                   dict(overhead_gb=-1.0), dict(context=0), dict(context=-4)], ids=str)
+                                   dict(overhead_gb=-1.0), dict(context=0), dict(context=-4), dict(memory_gb="80"),
+                                   dict(memory_gb=10**400), dict(context="4k"), dict(weights_gb=1j)], ids=str)
 def test_sizes_that_cannot_be_are_refused_by_name(wrong):
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))} .* must be a finite number"):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} .* must be a (finite|whole) number"):
         capacity("llama-3-8b", **{"memory_gb": 80, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [(dict(context=4096.5), "context 4096.5 must be a whole number"), (dict(kv_format=["int8"]), "kv_format="),
+     (dict(model=5), "unknown preset 5"), (dict(memory_gb=None), "memory_gb None"),
+     (dict(context=None), "context None"),
+     (dict(weights_gb=1e305), "leave nothing")],
+    ids=str,
+)  # fmt: skip
+def test_values_of_another_kind_are_refused_by_name(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        articles(**wrong)
 
 
 def test_smollm_in_fp16_has_three_kv_heads():

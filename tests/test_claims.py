@@ -151,13 +151,15 @@ GIVEN = {
     "B3": Given(KNEE, one("itl_p50_ms", 5, holds=[230.0], in_direction=[200.0])
                 + one("tokens_per_s", 5, holds=[1140.0], in_direction=[1160.0])
                 + one("mean_rows", 5, holds=[192], too_small=[191])
+                + one("requests_per_client", 5, holds=[8], too_small=[7])
                 + [([(5, "itl_p50_ms", 33.0), (5, "tokens_per_s", 300.0)], INCONCLUSIVE),
                    ([(5, "itl_p50_ms", 25.0), (5, "tokens_per_s", 300.0)], NOT_HERE)]),
     "B4": Given(IDLE, one("idle_slot_steps", 0, in_direction=[719, 721], not_here=[0])
                 + one("idle_share", 2, holds=[0.51], in_direction=[0.5])),
     "B5": Given(IDLE, one("empty_while_waiting", 3, not_here=[5]) + one("idle_slot_steps", 1, not_here=[1])),
     "B6": Given(POLICIES, one("tokens_per_s", 1, holds=[201.0, 399.0], in_direction=[199.0, 401.0],
-                              inconclusive=[105.0], not_here=[80.0]) + one("tokens_per_s", 2, holds=[1000.0, 50.0])),
+                              inconclusive=[105.0], not_here=[80.0]) + one("tokens_per_s", 2, holds=[1000.0, 50.0])
+                + one("requests", 1, holds=[32], too_small=[31])),
     "B7": Given([{"cv": cv, "static_steps": 48, "times_tokens_per_s": 1 + cv} for cv in (0.0, 1.0, 2.0)],
                 one("static_steps", 0, holds=[32], too_small=[31]) + one("times_tokens_per_s", 2, not_here=[1.05])
                 + [([(1, "times_tokens_per_s", 1.02), (2, "times_tokens_per_s", 1.08)], INCONCLUSIVE),
@@ -360,6 +362,55 @@ def test_the_knee_needs_clients_up_to_twice_itself_and_is_in_the_tens():
     assert word_of("B3", loop(4, (1, 4, 64))) == word_of("B3", loop(200, (1, 50, 200, 3200))) == IN_DIRECTION
     spread = [{**row, "power_min": 1.0, "power_max": 99.0} for row in KNEE]
     assert word_of("B3", spread) == TOO_SMALL  # by its bootstrap the knee may be anywhere
+
+
+def test_the_resamples_of_a_run_say_where_its_knee_may_be():
+    """B3: the share of resamples in which the knee is at a row, and nothing else, says whether it may be there."""
+    def with_shares(*shares: float) -> list[dict]:
+        return [{**row, "power_min": 1.0, "power_max": 99.0, "knee_share": share}
+                for row, share in zip(KNEE, shares, strict=True)]
+
+    assert word_of("B3", with_shares(0, 0.01, 0.99, 0, 0, 0)) == HOLDS
+    assert word_of("B3", with_shares(0, 0.02, 0.96, 0.02, 0, 0)) == HOLDS  # a fortieth may lie beyond either end
+    found = judged(JUDGED["B3"], with_shares(0, 0.3, 0.7, 0, 0, 0))
+    assert found.word == IN_DIRECTION and "knee at 4 to 16 clients" in found.measured
+    assert word_of("B3", with_shares(0, 0, 0.5, 0, 0, 0.5)) == TOO_SMALL
+    spread = [{**row, **{f"{name}_{end}": row[name] * by for name in ("itl_p50_ms", "tokens_per_s")
+                         for end, by in (("min", 0.3), ("max", 3.0))}} for row in with_shares(0, 0, 1, 0, 0, 0)]
+    assert word_of("B3", spread) == INCONCLUSIVE  # nobody knows by how much latency grew
+
+
+def test_shares_of_the_limits_that_were_measured_in_turns_have_their_own_spread():
+    """A2: each turn's share by that turn's limits, so that a set-up measured at two moments is no noise."""
+    def in_turns(width: float) -> list[dict]:
+        return [{**row, "turns": 3, **{f"{name}_{end}": row[name] * by for name in ("mfu", "mbu")
+                                       for end, by in (("min", 1 / width), ("max", width))}} for row in LOTS]
+
+    for width, expected in ((1.1, HOLDS), (3.0, INCONCLUSIVE)):
+        found = judged(JUDGED["A2"], in_turns(width))
+        assert found.word == expected and "noise" not in found.measured
+
+
+def test_a_gain_within_each_turn_is_narrower_than_one_of_medians():
+    """B6: both policies at 0.7 to 1.4 times their medians, as the machine went, and the gain the same in each turn."""
+    rows = [{**row, "turns": 3, "tokens_per_s_min": 0.7 * row["tokens_per_s"],
+             "tokens_per_s_max": 1.4 * row["tokens_per_s"]} for row in POLICIES]
+    rows[1] |= {"tokens_per_s": 130.0, "tokens_per_s_min": 90.0, "tokens_per_s_max": 180.0}
+    assert word_of("B6", rows) == INCONCLUSIVE
+    rows[1] |= {"times_static": 1.3, "times_static_min": 1.25, "times_static_max": 1.35}
+    found = judged(JUDGED["B6"], rows)
+    assert found.word == IN_DIRECTION and "in slots 1.3 (1.25 to 1.35) times static" in found.measured
+
+
+def test_sharing_is_judged_by_the_spread_of_its_turns():
+    """C8: equal work 1.5 times apart is no noise where every case has a spread of its own."""
+    given = GIVEN["C8"].changed([(2, "ttft_p50_ms", 60.0), (1, "ttft_p50_ms", 45.0)])
+    rows = [{**row, "turns": 3, "ttft_p50_ms_min": 0.95 * row["ttft_p50_ms"],
+             "ttft_p50_ms_max": 1.05 * row["ttft_p50_ms"]} for row in given]
+    found = judged(JUDGED["C8"], rows)
+    assert found.word == HOLDS and "noise" not in found.measured
+    rows[1]["ttft_p50_ms_max"] = 60.0
+    assert word_of("C8", rows) == INCONCLUSIVE
 
 
 def test_a_prompt_measured_at_two_moments_shows_the_noise_of_its_file():
@@ -622,7 +673,7 @@ def test_a_busy_machine_measured_nothing_and_a_record_without_the_field_counts(t
             monkeypatch.setattr(Measurement, "load", lambda *_, run=run: run)
             (finding,) = find_all(tmp_path, (JUDGED["B1"],))
             assert (finding.verdict, finding.kind) == (expected, kind)
-            assert (finding.measured == "the machine was busy") == (expected == NOT_MEASURED)
+            assert (finding.measured == "this machine was busy") == (expected == NOT_MEASURED)
     simulated = Measurement("batch_curve", BusyProvenance(**source(VIRTUAL, "none").__dict__), CURVE)
     monkeypatch.setattr(Measurement, "load", lambda *_: simulated)
     assert verdicts(tmp_path, "B1") == [HOLDS]  # no clock of this machine is in virtual time

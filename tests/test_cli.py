@@ -58,9 +58,12 @@ def test_a_result_goes_to_a_file(tmp_path, capsys):
         ("simulate trace --trace .", "Is a directory"),
         ("simulate trace", "`trace` and --trace FILE belong together"),
         ("simulate chat --trace x.csv", "`trace` and --trace FILE belong together"),
-        ("simulate chat --scale 1e9 --requests 2", "longer than the model's"),
-        ("simulate chat --seed -1", "seed -1 must be a finite number from 0 up"),
+        ("simulate chat --scale 1e9 --requests 2", "the pool has"),
+        ("simulate chat --seed -1", "seed -1 must be a whole number from 0 up"),
         ("capacity --memory-gb 1e308", "memory_bytes inf"),
+        ("capacity --context 100000", "context 100,000 > 8,192 positions"),
+        ("capacity --model qwen3-8b", "near it: qwen3-0.6b"),
+        ("simulate chat --requests 1000000000000", "is more than 1,000,000"),
         ("bench peers --repeats 0", "repeats 0 must be a finite number from 1 up"),
         ("bench decode --url http://127.0.0.1:1/v1", "no client sees"),
         ("bench peers --text", "--text is for --url"),
@@ -79,6 +82,30 @@ def test_wrong_options_are_one_line_that_names_them(command, message, capsys, tm
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MINILLM_CACHE", str(tmp_path / "cache"))
     assert message in complaint(capsys, *command.split())
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("cp1252", "caf\xe9 ? ?"), ("ascii", "caf? ? ?"), ("utf-8", "caf\xe9 \N{GRINNING FACE} ?")]
+)
+def test_a_console_that_lacks_a_character_shows_the_rest(encoding, shown):
+    code = (
+        "import argparse, sys\n"
+        "from minillm import cli\n"
+        "def add(commands):\n"
+        "    parser = commands.add_parser('say')\n"
+        "    parser.set_defaults(run=lambda arguments: print('caf\\u00e9 \\U0001f600 \\ud800') or 0)\n"
+        "cli.COMMANDS = [add]\n"
+        "sys.exit(cli.main(['say']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding})
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode(encoding).strip() == shown
+
+
+def test_a_simulated_cost_has_its_currency_and_price(capsys):
+    assert main(["simulate", "chat", "--requests", "2", "--device", "h100", "--price", "4"]) == 0
+    assert "US dollars, at $4 an hour of each device" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

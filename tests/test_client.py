@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler
 from itertools import chain, repeat
 
 import pytest
+from fake_server import ANSWER, END, GAP, bench, event, fake_server, items, sends, usage
 from serving import make_engine
 from tiny import random_tensors, tiny_config
 from toy_files import TOKENS, write_gguf
@@ -24,71 +24,6 @@ from minillm.measure.client import Server, bench_server, play, save_row, server_
 from minillm.measure.measurement import Measurement, device_name
 from minillm.measure.workload import WorkItem, make_workload
 from minillm.model.llama import Llama
-
-GAP = 0.02  # seconds between the fake server's events
-
-
-def event(text: str, **more) -> str:
-    return json.dumps({"choices": [{"index": 0, "text": text, "finish_reason": None, **more}]})
-
-
-END = json.dumps({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
-
-
-def usage(told: int, *choices: dict) -> str:
-    return json.dumps({"choices": list(choices), "usage": {"completion_tokens": told}})
-
-
-@contextmanager
-def fake_server(reply: Callable[[BaseHTTPRequestHandler, dict], None]) -> Iterator[str]:
-    """Serve every request by `reply(handler, body)` on a port of its own; gives the URL."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            reply(self, body)
-
-        def log_message(self, *_) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-def sends(*lines: str, status: int = 200, done: bool = True, gap: float = 0.0, hold: float = 0.0):
-    """A reply of these events; `done` ends it properly, `hold` keeps the connection open and silent before."""
-
-    def reply(handler: BaseHTTPRequestHandler, body: dict) -> None:
-        handler.send_response(status)
-        handler.send_header("Content-Type", "text/event-stream")
-        handler.end_headers()
-        for line in lines:
-            time.sleep(gap)
-            handler.wfile.write(f"data: {line}\n\n".encode())
-        time.sleep(hold)
-        if done:
-            handler.wfile.write(b": a comment\n\ndata: [DONE]\n\n")
-
-    return reply
-
-
-def items(number: int = 3, tokens: int = 4, every: float = 0.0) -> list[WorkItem]:
-    return [WorkItem(i * every, [1, 2, 3], tokens) for i in range(number)]
-
-
-def bench(reply, asked: list[WorkItem] | None = None, clients: int | None = None, patience_s: float = 5.0) -> dict:
-    with fake_server(reply) as url:
-        return bench_server(Server(url, "any", patience_s), asked or items(), clients)
-
-
-ANSWER = [event(letter) for letter in "abcd"]
-
 
 # -- what is measured -----------------------------------------------------------------------------
 
@@ -187,10 +122,11 @@ def claims_gzip(handler: BaseHTTPRequestHandler) -> None:
     [
         (sends(status=500), "server error 500"),
         (sends(status=429), "server error 429"),
-        (sends(*ANSWER[:2], json.dumps({"error": {"message": "out of memory"}})), "server error in the stream"),
+        (sends(*ANSWER[:2], json.dumps({"error": {"message": "out of memory"}})),
+         "server error in the stream: out of memory"),
         (sends(*ANSWER[:2], "{half an object"), "malformed: not JSON"),
         (sends(*ANSWER[:2], "[1, 2]"), "malformed: not an object"),
-        (sends(*ANSWER[:2], '{"choices": []}'), "malformed: no choices"),
+        (sends(*ANSWER[:2], '{"choices": {}}'), "malformed: no choices"),
         (sends(*ANSWER[:2], '{"id": 3}'), "malformed: no choices"),
         (sends(*ANSWER[:2], '{"choices": [{"delta": "a"}]}'), "malformed: a choice without text"),
         (sends(*ANSWER[:2], '{"choices": [], "usage": {"completion_tokens": "4"}}'), "malformed: no count of tokens"),
@@ -252,7 +188,8 @@ def test_the_command_reports_faults_and_fails_where_nothing_was_answered(capsys,
     assert not any(word in text for word in ("queue", "batch", "preemptions", "p99 of 0"))
     assert json.loads(text.strip().splitlines()[-1])["faults"] == {"server error 503": 3}
     with fake_server(lambda handler, body: sends(*[event("x")] * body["max_tokens"], END)(handler, body)) as url:
-        assert main(["bench", "peers", "--requests", "3", "--url", url, "--clients", "2", "--json", "-"]) == 0
+        assert main(["bench", "peers", "--requests", "3", "--url", url, "--clients", "2", "--seed", "0",
+                     "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert found["output_tokens"] == sum(item.output_tokens for item in make_workload("peers", requests=3))
 

@@ -157,6 +157,45 @@ def test_titles_state_what_the_rows_say():
     assert f"static: {share:.0%} of slot-steps idle" in title_of(plots.slot_timeline({"static": records}, unit="step"))
 
 
+def spread(name: str, value: float, part: float) -> dict:
+    return {name: value, f"{name}_min": value * (1 - part), f"{name}_max": value * (1 + 2 * part)}
+
+
+def bars_of(ax) -> list[list[tuple[float, float]]]:
+    """The ends of each bar of spread, as points."""
+    return [[tuple(point) for point in segment] for lines in ax.collections for segment in lines.get_segments()]
+
+
+@pytest.mark.parametrize("part", [None, 0.0, 0.1])
+def test_a_picture_shows_the_lowest_and_the_highest_turn_where_they_are_recorded(part):
+    def given(name: str, value: float) -> dict:
+        return {name: value} if part is None else spread(name, value, part)
+
+    curve = [{"rows": n, "least_ms": 5.0, **given("tokens_per_s", 9.0 * n), **given("step_ms", 50.0 + n)}
+             for n in (1, 8)]
+    costs = [{"context_tokens": n, **given("recompute_ms", 2.0 * n), **given("cached_ms", 40.0)} for n in (16, 32)]
+    loop = [{"clients": n, **given("tokens_per_s", 9.0 * n), **given("itl_p50_ms", 50.0 + n)} for n in (1, 8)]
+    cases = [{"case": case, "prompt_tokens": 90, "computed": 90 - found, "found": found, **given("ttft_p50_ms", ms)}
+             for case, found, ms in (("no sharing", 0, 80.0), ("shared prefix", 60, 20.0), ("changed", 0, 81.0))]
+    drawn = {"curve": plots.tokens_per_s_curve(curve).axes[1], "costs": plots.cost_per_token(costs).axes[0],
+             "loop": plots.knee_curve(loop).axes[0], "cases": plots.prefix_bars(cases).axes[1]}
+    counts = {name: len(bars_of(ax)) for name, ax in drawn.items()}
+    assert counts == dict.fromkeys(counts, 0) if part is None else counts == {
+        "curve": 2, "costs": 4, "loop": 4, "cases": 3}
+    if part:
+        (_, low), (_, high) = bars_of(drawn["curve"])[0]
+        assert (low, high) == pytest.approx((51 * 0.9, 51 * 1.2))
+
+
+def test_the_picture_of_a_knee_marks_all_that_may_be_the_knee():
+    rows = [{"clients": n, "tokens_per_s": n / (20 + n) * 1e3, "itl_p50_ms": 20.0 + n, "knee_share": share}
+            for n, share in ((1, 0.0), (8, 0.2), (16, 0.5), (32, 0.3), (128, 0.0))]
+    figure = plots.knee_curve(rows)
+    rings = {(*line.get_xdata(), *line.get_ydata()) for line in figure.axes[0].lines if line.get_fillstyle() == "none"}
+    assert rings == {(row["tokens_per_s"], row["itl_p50_ms"]) for row in rows[1:4]}
+    assert "between 8 and 32 clients: 128 make 1.95 times the tokens per second of 16" in title_of(figure)
+
+
 @pytest.mark.parametrize("inches", [4, 7, 10])
 def test_a_title_of_any_length_stays_inside_its_figure(inches):
     for words in (3, 20, 40):

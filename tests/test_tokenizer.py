@@ -280,6 +280,71 @@ def test_a_template_among_several_by_name():
     assert byte_level(chat_template=several).chat("x") == [HELLO]
 
 
+GENERATION = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<end>"
+    "{%- endgeneration -%}{% else %}{{ m.content }}<end>{% endif %}{% endfor %}"
+)
+TEMPLATES = [
+    TEMPLATE, GENERATION, "{{ messages | tojson(ensure_ascii=False) }}", "{{ messages | tojson(indent=1) }}",
+    "{{ messages | tojson(sort_keys=True, separators=(',', ':')) }}", "{{ dict(a=1) }}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.content }}\n  {% endfor %}",
+    "{% for m in messages %}{% generation %}{% set x = m.content %}{{ x }}{% endgeneration %}{{ x }}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_template_renders_as_in_transformers(template):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    chat = [{"role": "user", "content": "héllo <b>"}, {"role": "assistant", "content": "wörld"}]
+    special = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    ((theirs,), _) = render_jinja_template([chat], chat_template=template, add_generation_prompt=True, **special)
+    assert byte_level(chat_template=template).render(chat, True) == theirs
+
+
+def test_the_end_of_a_turn_is_found_in_a_generation_block():
+    assert byte_level(chat_template=GENERATION).eos_ids == (EOS, END)
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages[5].content.x }}", "{{ 'a' + 1 }}", "{{ [].pop() }}"])
+def test_a_template_that_fails_in_any_way_is_a_value_error(template):
+    with pytest.raises(ValueError, match="the chat template of toy cannot render these messages"):
+        byte_level(chat_template=template).chat("hello")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["hello world", ["hello", " world"], [{"type": "text", "text": "hello world"}],
+     [{"type": "text", "text": "hello"}, {"type": "text", "text": " world"}], ({"text": "hello world"},)],
+    ids=str,
+)  # fmt: skip
+def test_parts_of_text_are_one_text(content):
+    tokenizer = byte_level(chat_template=TEMPLATE)
+    assert tokenizer.chat([{"role": "user", "content": content}]) == tokenizer.chat("hello world")
+
+
+@pytest.mark.parametrize(
+    ("messages", "named"),
+    [
+        ([{"role": "user", "content": None}], "message 0: its content None is not a text"),
+        ([{"role": "user", "content": "a"}, {"role": "assistant"}], "message 1: its content None is not a text"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "message 0: .*image_url"),
+        ([{"role": "user", "content": ["a", None]}], "message 0: its content None"),
+        ([{"role": "user", "content": 5}], "message 0: its content 5"),
+        ([{"content": "a"}], "message 0 .* is not of the form"),
+        (["hello"], "message 0 'hello' is not of the form"),
+        ({"role": "user", "content": "a"}, "message 0 'role' is not of the form"),
+        (None, "messages None is neither"), (5, "messages 5 is neither"),
+    ],
+)  # fmt: skip
+def test_a_message_without_a_text_is_named(messages, named):
+    with pytest.raises(ValueError, match=named):
+        byte_level(chat_template=TEMPLATE).chat(messages)
+    with pytest.raises(ValueError, match="message system: its content 5"):
+        byte_level(chat_template=TEMPLATE).chat("hello", system=5)
+
+
 # --- TOK-4: the ends of a text ----------------------------------------------------------------------------------
 
 
@@ -321,7 +386,11 @@ def test_load_from_a_directory(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"), [("[]", "not settings"), ('{"eos_token": 5}', "eos_token 5"), ("{", "damaged")]
+    ("settings", "named"),
+    [("[]", "not settings"), ('{"eos_token": 5}', "eos_token 5"), ("{", "damaged"), ('{"bos_token": {"a": 1}}', "bos"),
+     ('{"chat_template": {"a": 1}}', "tokenizer_config.json: chat_template"),
+     ('{"chat_template": [1]}', "tokenizer_config.json: chat_template"),
+     ('{"chat_template": [{"name": "default", "template": 5}]}', "chat_template")],
 )
 def test_damaged_settings_are_named(settings, named, tmp_path):
     write(tmp_path)

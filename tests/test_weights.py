@@ -13,7 +13,13 @@ import torch
 from tiny import SHAPES, random_tensors, tiny_config
 from toy_files import byte_level_tokenizer, hf_config, interleaved, write_directory, write_gguf
 
-from minillm.ladder.decode import NoCache, decode_cached
+from minillm.cli import main
+from minillm.fast.engine import Engine
+from minillm.guard.inputs import RequestError
+from minillm.ladder import engine as heart
+from minillm.ladder.decode import NoCache, decode_cached, decode_recomputing
+from minillm.ladder.request import Request, SamplingParams
+from minillm.ladder.static import decode_static
 from minillm.load import source, weights
 from minillm.load.config import PRESETS, ModelConfig
 from minillm.load.gguf_file import GGUFFile, convert, unpermute
@@ -123,6 +129,66 @@ def test_gguf_with_another_tokenizer_is_refused_by_name(changes, named, tmp_path
     load_model(path, device="cpu")  # the weights alone are fine
 
 
+def gguf_without(path, *keys, **changes):
+    """The toy model's GGUF without these settings of its tokenizer, or with others."""
+    import gguf
+
+    class Writer(gguf.GGUFWriter):
+        def add_key_value(self, key, value, kind, sub_type=None):
+            if key.removeprefix("tokenizer.ggml.") not in keys:
+                super().add_key_value(key, value, kind, sub_type)
+
+        def add_eot_token_id(self, id):
+            super().add_eot_token_id(id)
+            for name, value in changes.items():
+                super().add_key_value(f"tokenizer.ggml.{name}", value, gguf.GGUFValueType.UINT32)
+
+    plain, gguf.GGUFWriter = gguf.GGUFWriter, Writer
+    try:
+        return write_gguf(path, *toy())
+    finally:
+        gguf.GGUFWriter = plain
+
+
+def test_a_gguf_s_end_of_a_message_to_a_tool_ends_a_text(tmp_path):
+    path = gguf_without(tmp_path / "toy.gguf", eom_token_id=9)
+    assert load_model(path, device="cpu").config.eos_token_id == (1, 2, 9)
+    assert load_model(gguf_without(tmp_path / "b.gguf"), device="cpu").config.eos_token_id == (1, 2)
+
+
+def test_a_gguf_without_token_types_knows_its_special_tokens_by_their_ids(tmp_path):
+    tokenizer = load_tokenizer(gguf_without(tmp_path / "toy.gguf", "token_type"))
+    whole = load_tokenizer(gguf_without(tmp_path / "whole.gguf"))
+    assert tokenizer.special_ids == whole.special_ids == {0, 1, 2}
+    assert tokenizer.chat("hello") == whole.chat("hello")
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes", "message"),
+    [
+        (["bos_token_id"], {}, "toy.gguf: tokenizer.ggml.add_bos_token is set, but bos_token_id is missing"),
+        (["eos_token_id"], {"eos_token_id": 999}, "toy.gguf: tokenizer.ggml.eos_token_id 999 is not one of 264 tokens"),
+        (["tokens"], {}, "toy.gguf: tokenizer.ggml.tokens None is not a list"),
+        (["merges"], {"merges": 5}, "toy.gguf: tokenizer.ggml.merges 5 is not a list"),
+        (["token_type"], {"token_type": 3}, "toy.gguf: tokenizer.ggml.token_type is not a list of 264 types"),
+    ],
+)
+def test_a_gguf_s_tokenizer_settings_are_checked(keys, changes, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(gguf_without(tmp_path / "toy.gguf", *keys, **changes))
+
+
+def test_a_gguf_without_a_bos_that_asks_for_none_loads(tmp_path):
+    assert load_tokenizer(gguf_without(tmp_path / "toy.gguf", "bos_token_id", "add_bos_token")).bos_id is None
+
+
+@pytest.mark.parametrize("key", ["embedding_length", "block_count", "attention.head_count", "context_length",
+                                 "attention.layer_norm_rms_epsilon"])  # fmt: skip
+def test_a_gguf_without_a_size_is_refused_by_its_name(key, tmp_path):
+    with pytest.raises(ValueError, match=f"toy.gguf: llama.{key} None is not a"):
+        load_model(gguf_without(tmp_path / "toy.gguf", f"llama.{key}"), device="cpu")
+
+
 def test_converted_directory_equals_the_gguf(tmp_path):
     config, tensors = toy()
     path = write_gguf(tmp_path / "toy.gguf", config, tensors)
@@ -208,6 +274,125 @@ def test_head_dim_is_read_not_guessed(tmp_path):
     torch.testing.assert_close(logits(model), logits(make_model(config, tensors)), rtol=0, atol=0)
 
 
+# --- Keys that a config leaves out ------------------------------------------------------------------------------
+
+FULL = {  # of no family's defaults
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 16, "head_dim": 6, "max_position_embeddings": 77, "rms_norm_eps": 1e-3, "rope_theta": 5e5,
+    "tie_word_embeddings": True, "bos_token_id": 7, "eos_token_id": 9,
+}  # fmt: skip
+
+
+def of_transformers(family: str, config: dict):
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[family](**config)
+
+
+@pytest.mark.parametrize("key", [None, *(key for key in FULL if key not in ("vocab_size", "hidden_size",
+    "intermediate_size", "num_hidden_layers", "num_attention_heads"))])  # fmt: skip
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_key_that_is_left_out_means_what_transformers_own_class_takes(family, key):
+    config = {name: value for name, value in FULL.items() if name != key}
+    theirs = of_transformers(family, config)
+    ours = ModelConfig.from_hf({"model_type": family, "sliding_window": None, **config})
+    assert ours.num_key_value_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert (ours.rms_norm_eps, ours.rope_theta) == (theirs.rms_norm_eps, theirs.rope_parameters["rope_theta"])
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, as_tuple(theirs.eos_token_id))
+
+
+def as_tuple(id):
+    return () if id is None else (id,)
+
+
+SLIDES, FULLY = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("mistral", {}),
+        ("mistral", {"sliding_window": 8}),
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": 8, "use_sliding_window": False}),
+        ("llama", {"sliding_window": 8, "use_sliding_window": True}),
+        *(
+            (family, fields) for family in ("qwen2", "qwen3") for fields in (
+                {}, {"sliding_window": 8}, {"use_sliding_window": True},
+                {"use_sliding_window": True, "max_window_layers": 0},
+                {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3},
+                {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 4},
+                {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0},
+                {"sliding_window": 8, "use_sliding_window": True, "layer_types": [FULLY, FULLY, SLIDES, FULLY]},
+                {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0, "layer_types": [FULLY] * 4},
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_a_window_limits_the_context_where_transformers_would_slide(family, fields):
+    sizes = {**FULL, "num_hidden_layers": 4, "max_position_embeddings": 9_000}
+    theirs = of_transformers(family, sizes | fields)
+    slides = "sliding_attention" in theirs.layer_types if family.startswith("qwen") else family == "mistral"
+    window = theirs.sliding_window if slides else None
+    assert ModelConfig.from_hf({"model_type": family, **sizes, **fields}).max_position_embeddings == (window or 9_000)
+
+
+def test_layers_that_slide_without_a_window_are_refused():
+    wrong = {**FULL, "model_type": "qwen3", "num_hidden_layers": 2, "layer_types": [SLIDES, FULLY]}
+    with pytest.raises(ValueError, match="config.json: layer_types has sliding_attention, but"):
+        ModelConfig.from_hf(wrong)
+
+
+@pytest.fixture
+def sliding(tmp_path):
+    """A Mistral whose layers see 8 tokens, with a tokenizer."""
+    config, tensors = toy(model_type="mistral")
+    files = tokenizer_files(bos_token="<bos>", chat_template="{{ messages[0].content }}")
+    return write_directory(tmp_path / "sliding", hf_config(config, sliding_window=8), tensors, **files)
+
+
+def test_a_context_beyond_the_window_is_refused_at_every_entry(sliding, capsys):
+    model, prompt = load_model(sliding, device="cpu"), [5, 6, 7, 8]
+    for make in (Engine, heart.Engine):
+        with pytest.raises(ValueError, match="max_context 64 > 8 tokens"):
+            make(model, max_context=64)
+    with pytest.raises(RequestError, match="4 prompt \\+ 5 new tokens: > context 8"):
+        Engine(model).generate([prompt], SamplingParams(max_tokens=5))
+    for decode in (decode_recomputing, decode_cached):
+        with pytest.raises(RequestError, match="4 prompt \\+ 5 new tokens > context 8"):
+            list(decode(model, prompt, 5))
+    with pytest.raises(RequestError, match="prompt 0: 4 prompt \\+ 5 new tokens > context 8"):
+        decode_static(model, [Request("a", prompt, SamplingParams(max_tokens=5), seed=0)])
+    for rung in "01234":
+        assert main(["generate", "hello", "--model", str(sliding), "--rung", rung, "--max-tokens", "64"]) == 2
+        assert "1 prompt + 64 new tokens" in capsys.readouterr().err
+
+
+def test_inside_its_window_a_model_answers_at_every_entry(sliding):
+    model, prompt = load_model(sliding, device="cpu"), [5, 6, 7, 8]
+    answer = list(decode_recomputing(model, prompt, 4))
+    assert answer == list(decode_cached(model, prompt, 4))
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    assert Engine(model, max_context=8).generate([prompt], params)[0].token_ids == answer
+
+
+@pytest.mark.parametrize("given", ["100MB", "1e9", float("nan")])
+def test_a_memory_for_keys_and_values_that_is_no_number_is_asked_for_in_bytes(given):
+    with pytest.raises(ValueError, match=f"kv_memory {given!r} must be a number of bytes from 1 up"):
+        Engine(make_model(*toy()), kv_memory=given)
+
+
+def test_more_context_than_positions_is_refused():
+    model = make_model(*toy(max_position_embeddings=32))
+    with pytest.raises(ValueError, match="max_context 64 > 32 tokens"):
+        Engine(model, max_context=64)
+    assert Engine(model, max_context=32).max_context == Engine(model).max_context == 32
+
+
 # --- TOK-4: which ids end a text --------------------------------------------------------------------------------
 
 
@@ -230,6 +415,31 @@ def test_a_text_ends_at_the_union_of_what_the_files_say(config_eos, generation_e
     files = tokenizer_files(**settings) | {"generation_config": {"eos_token_id": generation_eos}}
     write_directory(tmp_path, hf_config(config, eos_token_id=config_eos), tensors, **files)
     assert load_model(tmp_path, device="cpu").config.eos_token_id == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "special", "expected"),
+    [
+        ({}, {"eos_token": "<eos>"}, (1,)),
+        ({"eos_token": None}, {"eos_token": {"content": "<end>", "special": True}}, (2,)),
+        ({"eos_token": "<eos>"}, {}, (1,)),
+        ({"eos_token": "<eos>"}, {"eos_token": "<end>"}, (2,)),
+        ({"eos_token": "<eos>", "added_tokens_decoder": {}}, {"eos_token": "<end>"}, (1,)),
+    ],
+)
+def test_a_special_tokens_map_names_the_end_too(settings, special, expected, tmp_path):
+    config, tensors = toy()
+    files = tokenizer_files(**settings) | {"special_tokens_map": special}
+    write_directory(tmp_path, hf_config(config, eos_token_id=None), tensors, **files)
+    assert load_model(tmp_path, device="cpu").config.eos_token_id == expected
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config", "special_tokens_map"])
+def test_an_end_that_the_vocabulary_lacks_is_refused_with_its_file(file, tmp_path):
+    config, tensors = toy()
+    write_directory(tmp_path, hf_config(config), tensors, **tokenizer_files() | {file: {"eos_token": "<stop>"}})
+    with pytest.raises(ValueError, match=f"{file}.json: eos_token '<stop>' is not a token of tokenizer.json"):
+        load_model(tmp_path, device="cpu")
 
 
 def test_without_generation_config_or_tokenizer_config_alone_speaks(tmp_path):
@@ -442,7 +652,10 @@ def test_a_device_that_is_not_here_is_refused_by_name(device):
         ("generation_config.json", b'{"eos_token_id": "1"}', "generation_config.json: eos_token_id '1' is not a"),
         ("generation_config.json", b'{"eos_token_id": [1, "12"]}', "generation_config.json: eos_token_id"),
         ("generation_config.json", b"null", "generation_config.json holds None, not settings"),
-        ("tokenizer.json", b"version https://git-lfs", "tokenizer.json is damaged"),
+        ("tokenizer.json", b"version https://git-lfs", "tokenizer.json is damaged: it is a Git LFS pointer"),
+        ("model.safetensors", b"version https://git-lfs", "model.safetensors is damaged: it is a Git LFS pointer"),
+        ("config.json", b"[" * 100_000, "config.json is damaged"),
+        ("generation_config.json", b'{"eos_token_id": 97}', "eos_token_id 97 is not a token id of a vocabulary of 97"),
     ],
 )
 def test_a_damaged_model_is_refused_with_the_file_or_what_it_lacks(file, content, message, tmp_path):
@@ -455,7 +668,9 @@ def test_a_damaged_model_is_refused_with_the_file_or_what_it_lacks(file, content
 @pytest.mark.parametrize(
     ("field", "value"),
     [("eos_token_id", "1"), ("eos_token_id", [2, "12"]), ("eos_token_id", True), ("eos_token_id", -1),
-     ("bos_token_id", "0"), ("num_hidden_layers", "2"), ("max_position_embeddings", [64])],
+     ("bos_token_id", "0"), ("num_hidden_layers", "2"), ("max_position_embeddings", [64]), ("eos_token_id", 97),
+     ("tie_word_embeddings", "false"), ("rms_norm_eps", None), ("rms_norm_eps", "1e-5"), ("rope_theta", -1.0),
+     ("num_hidden_layers", 10**9), ("head_dim", 2.0), ("vocab_size", None), ("rope_scaling", "yarn")],
 )  # fmt: skip
 def test_a_config_field_of_another_kind_is_refused_by_its_name(field, value, tmp_path):
     write_directory(tmp_path, hf_config(tiny_config()) | {field: value}, random_tensors(tiny_config()))
@@ -614,6 +829,35 @@ def test_cache_directory_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     assert cache_directory() == tmp_path / ".cache" / "minillm"
+
+
+@pytest.mark.parametrize("given", [None, 5, b"model", ["a"], 1.5], ids=repr)
+def test_a_name_of_another_kind_is_refused(given):
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(ValueError, match="model name .* is neither a text nor a path"):
+            load(given)
+
+
+def test_a_user_without_a_home_is_told_what_to_set_and_can_name_a_directory(tmp_path):
+    files = tokenizer_files(chat_template="{{ messages[0].content }}")
+    write_directory(tmp_path, hf_config(toy()[0]), toy()[1], **files)
+    code = (
+        "import os, pwd, sys\n"
+        "def unknown(uid): raise KeyError(uid)\n"
+        "pwd.getpwuid = unknown\n"
+        "from minillm.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    homeless = {key: value for key, value in os.environ.items()
+                if key not in ("HOME", "USER", "LOGNAME", "USERNAME", "LNAME", "XDG_CACHE_HOME", "MINILLM_CACHE")}
+
+    def run(*more):
+        command = [sys.executable, "-c", code, "generate", "hello", "--max-tokens", "2", *more]
+        return subprocess.run(command, capture_output=True, text=True, env=homeless)
+
+    lost = run()
+    assert lost.returncode == 2 and lost.stderr.startswith("minillm generate: this user has no home directory")
+    assert run("--model", str(tmp_path)).returncode == 0
 
 
 # --- The real model ---------------------------------------------------------------------------------------------

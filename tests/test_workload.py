@@ -1,6 +1,7 @@
 """Workloads: the numbers that others report on, seeds, the two loops, and lengths as asked for."""
 
 import hashlib
+import time
 
 import numpy as np
 import pytest
@@ -120,7 +121,7 @@ def test_an_unknown_setting_is_refused_with_those_there_are():
     ids=str,
 )
 def test_settings_that_make_no_workload_are_refused_by_name(wrong):
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))} .* must be a finite number"):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} .* must be a (finite|whole) number"):
         make_workload("chat", **wrong)
 
 
@@ -164,6 +165,102 @@ def test_trace_reads_dates_and_seconds(tmp_path):
     assert len(make_workload("trace", path=dates, requests=1)) == 1
     seconds.write_text("header\n9,5,3\n1,4,3\n")
     assert [item.arrival for item in make_workload("trace", path=seconds)] == [8, 0], "not in order: nobody before 0"
+
+
+CLOCKS_BACK = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-05 01:59:59,4,5\n2023-11-05 02:00:00,6,7\n"
+
+
+@pytest.mark.parametrize("zone", ["UTC", "America/New_York", "Asia/Kolkata", "Australia/Lord_Howe"])
+def test_a_date_without_an_offset_is_utc_on_every_machine(zone, tmp_path, monkeypatch):
+    (file := tmp_path / "trace.csv").write_text(CLOCKS_BACK)
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        assert arrivals(file) == [0.0, 1.0]
+        file.write_text(CLOCKS_BACK.replace("02:00:00", "02:00:00+00:00"))
+        assert arrivals(file) == [0.0, 1.0], "and beside one with an offset"
+        file.write_text(CLOCKS_BACK.replace("02:00:00", "04:00:00+02:00").replace("01:59:59", "01:59:59Z"))
+        assert arrivals(file) == [0.0, 1.0]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def arrivals(file, **settings):
+    return [item.arrival for item in make_workload("trace", path=file, **settings)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1,3,40\n2,4,50\n", "\n1,3,40\n2,4,50\n", "a,b,c\n1,3,40\n2,4,50\n\n", "a,b,c\n1,3,40\n\n2,4,50\n  \n",
+     "\ufeffTIMESTAMP,ContextTokens,GeneratedTokens\n1,3,40\n2,4,50",
+     "Timestamp,Model,Request tokens,Response tokens,Log Type\n1,x,3,40,y\n2,x,4,50,y\n",
+     "num_decode_tokens,arrived_at,num_prefill_tokens\n40,1,3\n50,2,4\n",
+     "id,Input-Length,output_length,arrival time\n8,3,40,1\n9,4,50,2\n"],
+    ids=["no header", "a blank first line", "a blank last line", "blank lines", "a byte-order mark", "other columns",
+         "another order", "other names"],
+)  # fmt: skip
+def test_columns_are_found_by_name_and_no_request_is_lost(text, tmp_path):
+    (file := tmp_path / "trace.csv").write_text(text, encoding="utf-8")
+    items = make_workload("trace", path=file)
+    assert [(item.arrival, len(item.prompt_ids), item.stop_after) for item in items] == [(0, 3, 40), (1, 4, 50)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Timestamp,Model,Request tokens\n1,x,3\n", "which column holds generated tokens"),
+        ("a,b,c,d\n1,2,3,4\n", "which column holds arrival"),
+        ("tokens,timestamp,x\n1,2,3\n", "which column holds context tokens"),
+        ("a,b,c\n1,2,3\n2023-11-05,2,3\n", "line 3: .*seconds, as in the first"),
+        ("a,b,c\n2023-11-05,2,3\n17,2,3\n", "line 3: .*a date, as in the first"),
+        ("a,b,c\n1," + "9" * 200_000 + ",3\n", "line 2: field larger than"),
+        ("a,b,c\n1," + "9" * 5000 + ",3\n", "line 2: .{,150} is not an arrival"),
+        ("soon,3,4\n", "line 1: .*soon"),
+    ],
+    ids=["no answers", "no known name", "another place", "seconds and a date", "a date and seconds", "a long field",
+         "a long number", "no date in the first line"],
+)  # fmt: skip
+def test_a_trace_that_could_mean_other_things_is_refused(text, message, tmp_path):
+    (file := tmp_path / "trace.csv").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        make_workload("trace", path=file)
+
+
+def test_of_an_unsorted_trace_the_first_to_arrive_are_taken(tmp_path):
+    (file := tmp_path / "trace.csv").write_text("header\n9,5,3\n1,4,3\n5,6,3\n1,7,3\n")
+    assert arrivals(file, requests=3) == [0, 4, 0]
+    assert arrivals(file, requests=1) == [0]
+    assert arrivals(file) == [8, 0, 4, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("chat", dict(requests=2.5), "requests 2.5 must be a whole number"),
+        ("chat", dict(requests="3"), "requests '3' must be"),
+        ("chat", dict(requests=10**12), "requests 1,000,000,000,000 is more than 1,000,000"),
+        ("peers", dict(seed=1.5), "seed 1.5 must be a whole number"),
+        ("lognormal", dict(cv=float("nan")), "cv nan"),
+        ("lognormal", dict(cv="wide"), "cv 'wide'"),
+        ("articles-static", dict(answers=[]), "answers .* is not a list"),
+        ("articles-static", dict(answers=[3, "x"]), "answers 'x'"),
+        ("worked-example", dict(context=300), "an answer of 300 tokens leaves no prompt in a context of 300"),
+        ("chat", dict(scale=1e12, requests=2), "take a smaller scale"),
+        ("chat", dict(rate=1e-320, requests=2), "arrivals that never come"),
+        ("trace", dict(path=5), "path 5 is not a file's name"),
+        ("trace", dict(path="nowhere.csv"), "nowhere.csv cannot be read"),
+        (["chat"], {}, "unknown workload"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_cannot_be_meant_is_refused_by_name(name, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        make_workload(name, **wrong)
+
+
+def test_whole_numbers_of_numpy_are_taken():
+    assert make_workload("peers", requests=np.int64(3), seed=np.int32(1)) == make_workload("peers", requests=3, seed=1)
 
 
 def test_articles_pair_and_batch():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 
@@ -20,11 +21,19 @@ COMMANDS = (
 EXTRAS = {"matplotlib": "lab", "ipywidgets": "lab", "transformers": "test"}  # of pyproject.toml, by what they bring
 
 
+def show_any_character() -> None:
+    """Let a console that lacks a character show a question mark for it, and the rest of the answer."""
+    for stream, errors in ((sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):  # a notebook's stream takes every character
+            stream.reconfigure(errors=errors)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status. Errors that a user can correct are one line on stderr, status 2.
 
     A reader that closes the pipe, such as `head`, ends it silently, with a shell's 128 + SIGPIPE.
     """
+    show_any_character()
     parser = argparse.ArgumentParser(prog="minillm", description="LLM inference, built a rung at a time.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in COMMANDS:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from secrets import randbelow
+
 from minillm.cli.common import add_model, add_outputs, add_workload, in_course, lengths_that_fit, workload_settings
 from minillm.course.show.live import Gauges, on_terminal
 from minillm.course.show.output import bar, print_summary, say_if_busy, write, write_json
@@ -12,12 +14,21 @@ BENCH_COLUMNS = {
     "engine": "engine", "tokens_per_s": "tokens/s", "min": "min", "max": "max", "times_minillm": "minillm is x",
     "mbu": "MBU", "mfu": "MFU",
 }
-CURES = {  # of what goes wrong with every request on the first try
+NO_SUCH_PATH = "does the URL end in /v1, and is --model the name under which it serves?"
+CURES = {  # of what goes wrong with every request on the first try, by how its name begins
     "refused": "does a server listen at this address and port?",
+    "reset": "the connection was closed before an answer: by a server that ended, or a proxy with no server after it",
+    "name not found": "is the host in the URL right, and does this machine know it?",
+    "TLS": "does the server speak https, with a certificate that this machine trusts? http:// is without encryption",
+    "connection timed out": "can this machine reach the address, past firewalls and containers?",
+    "too many open files": "each request in flight holds one: raise the limit with `ulimit -n 65536` in this shell, "
+                           "or lower --clients or --rate",
     "stalled": "is the server still loading, or does it need a larger --patience-s?",
+    "malformed: no choices": NO_SUCH_PATH,  # llama.cpp answers /completions in a form of its own
+    "malformed: not a stream of events": NO_SUCH_PATH,
     "server error 400": "are --model and the lengths what the server takes? --scale shrinks lengths, --text sends text",
     "server error 401": "this client sends no key: start the server without one",
-    "server error 404": "does the URL end in /v1, and is --model the name under which it serves?",
+    "server error 404": NO_SUCH_PATH,
     "server error 422": "does the server take prompts as token ids? --text sends text",
 }
 
@@ -45,6 +56,8 @@ def add_bench(commands) -> None:
     server = parser.add_argument_group("with --url")
     server.add_argument("--text", action="store_true", help=f"send prompts as text, spelled by {DEFAULT}'s tokenizer")
     server.add_argument("--patience-s", type=float, default=60.0, help="silence after which a request has stalled")
+    parser.add_argument("--seed", type=int, help="of a workload's prompts, lengths and arrivals: the same sends the "
+                                                 "same (default: 0; with --url a new one each time, which is printed)")
     parser.add_argument("--label", help="the server's name in what is saved (default: its URL, or minillm)")
     add_outputs(parser)
     parser.set_defaults(run=_bench)
@@ -58,6 +71,8 @@ def _bench(arguments) -> int:
         raise ValueError("decode times this engine's steps, which no client sees: name a workload for --url")
     if arguments.text and not arguments.url:
         raise ValueError("--text is for --url: this engine takes token ids")
+    if arguments.seed is not None:
+        settings["seed"] = arguments.seed
     if arguments.url:
         return _bench_server(arguments, settings)
     if arguments.rate is not None or arguments.clients is not None:
@@ -92,7 +107,7 @@ def _bench_loop(arguments, settings: dict) -> int:
         found = bench_loop(items, model, arguments.clients, Gauges(show))
     print_summary(found)
     say_if_busy(disturbance(found))
-    _write_loop(arguments, found, "minillm", {"device": device}, model.device)
+    _write_loop(arguments, found, "minillm", {"device": device}, settings.get("seed", 0), model.device)
     return 0
 
 
@@ -103,15 +118,15 @@ def _loop(arguments) -> str:
     return "open loop" if arguments.rate is None else f"open loop, {arguments.rate:g} requests/s"
 
 
-def _write_loop(arguments, found: dict, label: str, where: dict, device="cpu") -> None:
+def _write_loop(arguments, found: dict, label: str, where: dict, seed: int, device="cpu") -> None:
     """Keep a loop's figures as a row, and write them, where the options ask for it."""
     from minillm.measure.client import save_row, server_row
 
     loop = _loop(arguments)
     if arguments.save:
         row = server_row(found, arguments.label or label, arguments.workload, arguments.model, loop)
-        print(f"saved {save_row(row, device=device)}")
-    model = {"workload": arguments.workload, "model": arguments.model, "loop": loop}
+        print(f"saved {save_row({**row, 'seed': seed}, device=device)}")
+    model = {"workload": arguments.workload, "model": arguments.model, "loop": loop, "seed": seed}
     write_json(arguments.json, {**where, **model, **found})
 
 
@@ -121,20 +136,33 @@ def _bench_server(arguments, settings: dict) -> int:
     from minillm.measure.client import Server, bench_server
     from minillm.measure.workload import make_workload
 
+    seed = settings.setdefault("seed", randbelow(1 << 32))
     items = make_workload(arguments.workload, **settings)
     text_of = load_tokenizer().decode if arguments.text else None
-    server = Server(arguments.url.rstrip("/"), arguments.model, arguments.patience_s, text_of)
+    server = Server(arguments.url, arguments.model, arguments.patience_s, text_of)
     with on_terminal(f"{arguments.workload}, {len(items)} requests") as show:
         found = bench_server(server, items, arguments.clients, show)
     print(f"{arguments.workload} on {arguments.model} at {server.url}, {_loop(arguments)}; "
           "times as the client saw them")
+    print(f"seed {seed}: " + ("a new one, so that no server has these prompts cached; --seed repeats them"
+                              if arguments.seed is None else
+                              "a server that was sent these prompts before may have them cached, and is then faster"))
     print_summary(found)
-    print(f"{found['failed']:,} of {len(items):,} requests failed, and are in no figure above"
-          + "".join(f"; {kind}: {number:,}" for kind, number in found["faults"].items()))
-    for kind, cure in CURES.items():
-        if kind in found["faults"]:
-            print(f"{kind}: {cure}")
-    if found["short_answers"]:
-        print(f"{found['short_answers']:,} answers were not as long as asked: the server does not know ignore_eos")
-    _write_loop(arguments, found, server.url, {"url": server.url})
+    _print_faults(found, len(items))
+    _write_loop(arguments, found, server.url, {"url": server.url}, seed)
     return 1 if found["failed"] == len(items) else 0
+
+
+def _print_faults(found: dict, asked: int, most: int = 10) -> None:
+    """What went wrong, the most frequent first, and what helps."""
+    faults = sorted(found["faults"].items(), key=lambda fault: -fault[1])
+    print(f"{found['failed']:,} of {asked:,} requests failed, and are in no figure above"
+          + "".join(f"; {kind}: {number:,}" for kind, number in faults[:most])
+          + f"; and {len(faults) - most:,} other kinds" * (len(faults) > most))
+    for start, cure in CURES.items():
+        for kind in found["faults"]:
+            if kind.startswith(start):
+                print(f"{kind}: {cure}")
+    if found["short_answers"]:
+        print(f"{found['short_answers']:,} answers were not as long as asked: the server does not know ignore_eos, "
+              "or counts otherwise")

@@ -25,12 +25,13 @@ def add_measure(commands) -> None:
     """The parser of `minillm measure`."""
     parser = commands.add_parser("measure", help="run experiments; each result is written as soon as it is there")
     parser.add_argument("names", nargs="*", metavar="NAME", help="experiments; all of them if none is named")
-    parser.add_argument("--all", action="store_true", help="all of them")
+    parser.add_argument("--all", action="store_true", help="all of them, those without a model first")
     parser.add_argument("--list", action="store_true", help="name them, with what each shows, and stop")
-    parser.add_argument("--quick", action="store_true", help="small sizes: all of them in minutes")
+    parser.add_argument("--quick", action="store_true", help="small sizes: all of them in minutes, some too "
+                        "small for a verdict")
     add_model(parser)
     parser.add_argument("--device", default="auto", help="as in load_model: auto, cpu, cuda (default: auto)")
-    parser.add_argument("--budget-s", type=float, metavar="S", help="for each: later rows are left out")
+    parser.add_argument("--budget-s", type=float, metavar="S", help="for each: later rows or turns are left out")
     parser.add_argument("--resume", action="store_true",
                         help="leave out what this commit has recorded already, unless it was cut at a smaller budget")
     add_outputs(parser)

@@ -31,8 +31,6 @@ def _generate(arguments) -> int:
     if arguments.rung < 2:
         if arguments.temperature:
             raise ValueError("rungs 0 and 1 are greedy; leave --temperature, or take --rung 2 to 4")
-        if (length := len(prompt) + params.max_tokens) > (most := model.config.max_position_embeddings):
-            raise ValueError(f"prompt and answer of {length:,} tokens > context {most:,}")
         decode = (decode_recomputing, decode_cached)[arguments.rung]
         stream = tokenizer.stream()
         for token in decode(model, prompt, arguments.max_tokens, model.config.eos_token_id):

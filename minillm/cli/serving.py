@@ -76,7 +76,8 @@ def add_simulate(commands) -> None:
     parser.add_argument("--kv-format", default="bf16", help="how keys and values are stored (default: bf16)")
     parser.add_argument("--speculation", type=float, metavar="SHARE", help="4 drafts a row, of which SHARE are right")
     parser.add_argument("--max-batch", type=int, default=256, help="rows a step (default: 256)")
-    parser.add_argument("--price", type=float, default=2.9, help="of a device, an hour (default: 2.9)")
+    parser.add_argument("--price", type=float, default=2.9,
+                        help="US dollars for an hour of one device (default: 2.9, an A100's)")
     parser.add_argument("--compute-prompts", action="store_true", help="worked-example: histories are not in the cache")
     parser.add_argument("--seed", type=int, default=0)
     add_json(parser)
@@ -110,5 +111,6 @@ def _workload(arguments) -> int:
     found = simulate(arguments.workload, service, arguments.clients, seed=arguments.seed, **settings)
     print(f"{arguments.workload} on {found['devices']} x {arguments.device}, {arguments.model}, in virtual time")
     print_summary(found)
+    print(f"(that cost is in US dollars, at ${arguments.price:g} an hour of each device: --price)")
     write_json(arguments.json, {"workload": arguments.workload, **found})
     return 0

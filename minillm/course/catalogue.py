@@ -39,6 +39,7 @@ def placed(file: str, name: str) -> Any:
 @dataclass(frozen=True)
 class Experiment:
     """claims: those that it settles, by id. seconds: about what it takes with `--quick` on two cores.
+    on_device: False where only virtual time or arithmetic is in it, for which no model is loaded.
 
     run: its function, or the file of `experiments/` in which it stands: "file" if it has the experiment's name,
     else "file.function".
@@ -51,6 +52,7 @@ class Experiment:
     claims: tuple[str, ...] = ()
     seconds: float = 1.0
     tables: str = ""
+    on_device: bool = True
 
     def __call__(self, setting: Setting) -> Measurement:
         if not isinstance(self.run, str):
@@ -68,22 +70,22 @@ EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
         Experiment("ladder", "ladder.ladder_experiment", "every rung on the same prompts", (), 20),
-        Experiment("decode", "batching", "decode steps by batch, and their shares of the limits", (), 5),
-        Experiment("roofline_steps", "limits", "decode steps and prompts, and their shares of the limits"),
-        Experiment("decode_step", "limits", "a step of one row against the bytes that it reads", ("A1",)),
-        Experiment("prefill", "limits", "prompts by length and number, beside decoding", ("A2", "A3", "A6")),
-        Experiment("cost_by_length", "limits", "the next token by the text's length", ("A4",), 5),
+        Experiment("decode", "batching", "decode steps by batch, and their shares of the limits", (), 4),
+        Experiment("roofline_steps", "limits", "decode steps and prompts, and their shares of the limits", (), 4),
+        Experiment("decode_step", "limits", "a step of one row against the bytes that it reads", ("A1",), 8),
+        Experiment("prefill", "limits", "prompts by length and number, beside decoding", ("A2", "A3", "A6"), 18),
+        Experiment("cost_by_length", "limits", "the next token by the text's length", ("A4",), 12),
         Experiment("utilisation", "limits", "what the usual gauge reads at batch 1 and 64", ("A5",), 8),
-        Experiment("batch_curve", "batching", "a step's time by its rows", ("B1", "B2", "B8"), 5),
-        Experiment("knee", "batching", "where more clients stop paying", ("B3",), 15),
-        Experiment("idle_slots", "batching", "idle slot-steps, counted", ("B4", "B5")),
-        Experiment("continuous_vs_static", "batching", "chat lengths in equal memory", ("B6",), 30),
-        Experiment("gain_by_spread", "batching", "continuous over static by spread", ("B7",), 5),
+        Experiment("batch_curve", "batching", "a step's time by its rows", ("B1", "B2", "B8"), 12),
+        Experiment("knee", "batching", "where more clients stop paying", ("B3",), 25),
+        Experiment("idle_slots", "batching", "idle slot-steps, counted", ("B4", "B5"), on_device=False),
+        Experiment("continuous_vs_static", "batching", "chat lengths in equal memory", ("B6",), 25),
+        Experiment("gain_by_spread", "batching", "continuous over static by spread", ("B7",), 30),
         Experiment("stall_by_chunking", "batching", "one long prompt among streams", (), 5),
-        Experiment("replicas", "service", "the same traffic on 1 to 8 GPUs", ("B9",), 3),
-        Experiment("capacity_sum", "memory", "how many requests fit", ("C1", "C2", "C5", "C7", "C10")),
-        Experiment("memory_by_policy", "memory", "slots and pages in the same bytes", ("C3",), 5),
-        Experiment("prefix_sharing", "memory", "one prompt's start stored for all", ("C8",), 5),
+        Experiment("replicas", "service", "the same traffic on 1 to 8 GPUs", ("B9",), 3, on_device=False),
+        Experiment("capacity_sum", "memory", "how many requests fit", ("C1", "C2", "C5", "C7", "C10"), on_device=False),
+        Experiment("memory_by_policy", "memory", "slots and pages in the same bytes", ("C3",), 8),
+        Experiment("prefix_sharing", "memory", "one prompt's start stored for all", ("C8",), 6),
         Experiment("speculation", "speculation", "drafts by length, acceptance and batch",
                    ("E1", "E2", "E3", "E4"), 60),
         Experiment("cost_of_blocks", "memory", "one run of memory against blocks", (), 5),
@@ -96,21 +98,28 @@ EXPERIMENTS = {
                    ("D3", "D6"), 15),
         Experiment("kv_concurrency", "formats", "KV formats in the same bytes: requests at once, speed",
                    (), 10),
-        Experiment("out_of_cache", "memory", "a server that refuses while it computes little", ("C4",), 2),
-        Experiment("output_caps", "memory", "what a cap on answers saves", ("C9",), 2),
+        Experiment("out_of_cache", "memory", "a server that refuses while it computes little", ("C4",), 2,
+                   on_device=False),
+        Experiment("output_caps", "memory", "what a cap on answers saves", ("C9",), 2, on_device=False),
         Experiment("virtual_prediction", "prediction", "one run predicts others", (), 130),
-        Experiment("load_sweep", "service", "one GPU from 1 to 256 clients", ("F1",), 2),
-        Experiment("pools", "service", "chats and offline work, mixed and apart", ("F2",), 3),
-        Experiment("caps_and_caching", "service", "capped answers, cached prompts", ("F3",), 3),
-        Experiment("watch", "service", "every figure that is worth watching", ("F4",), 1),
-        Experiment("achieved_batch", "service", "a batch of 3, and one that fills", ("F5",), 3),
-        Experiment("cures", "service", "symptom, cure, before and after", ("F6",), 5),
-        Experiment("disaggregation", "service", "prefill and decoding apart", ("F7",), 3),
-        Experiment("worked_example", "example", "8B on one A100", ("C10", "G1", "G2", "G3"), 3),
-        Experiment("articles_sums", "example", "what the articles' figures imply", ("H1", "H2", "H3", "H4", "H5")),
+        Experiment("load_sweep", "service", "one GPU from 1 to 256 clients", ("F1",), 2, on_device=False),
+        Experiment("pools", "service", "chats and offline work, mixed and apart", ("F2",), 3, on_device=False),
+        Experiment("caps_and_caching", "service", "capped answers, cached prompts", ("F3",), 3, on_device=False),
+        Experiment("watch", "service", "every figure that is worth watching", ("F4",), 1, on_device=False),
+        Experiment("achieved_batch", "service", "a batch of 3, and one that fills", ("F5",), 3, on_device=False),
+        Experiment("cures", "service", "symptom, cure, before and after", ("F6",), 5, on_device=False),
+        Experiment("disaggregation", "service", "prefill and decoding apart", ("F7",), 3, on_device=False),
+        Experiment("worked_example", "example", "8B on one A100", ("C10", "G1", "G2", "G3"), 3, on_device=False),
+        Experiment("articles_sums", "example", "what the articles' figures imply", ("H1", "H2", "H3", "H4", "H5"),
+                   on_device=False),
         Experiment("worked_example_here", "example", "the same three set-ups on this device", (), 10),
     )
 }
+
+
+def in_running_order() -> list[str]:
+    """All of them: what needs no model first, then the cheapest first, so that early results come early."""
+    return sorted(EXPERIMENTS, key=lambda name: (EXPERIMENTS[name].on_device, EXPERIMENTS[name].seconds))
 
 
 def find(name: str) -> Experiment:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -44,7 +45,7 @@ def measure(arguments) -> int:
         raise ValueError("--save is for full sizes, in their own place: leave out --quick and --out")
     check_at_least(0, budget_s=arguments.budget_s)
     asked = [catalogue.find(name).name for name in arguments.names]
-    names = list(catalogue.EXPERIMENTS) if arguments.all or not asked else asked
+    names = catalogue.in_running_order() if arguments.all or not asked else asked
     root = MEASUREMENTS if arguments.save else Path(arguments.out or OWN)
     root.mkdir(parents=True, exist_ok=True)  # where that is refused, now rather than after the first experiment
     found, failed = _run_all(arguments, names, root)
@@ -60,13 +61,13 @@ def _run_all(arguments, names: list[str], root: Path) -> tuple[list[Measurement]
     from minillm.course.show.plots import PICTURES  # here, so that a missing matplotlib is said before anything runs
 
     setting = Setting(arguments.quick, arguments.model, arguments.device, progress=bar, budget_s=arguments.budget_s)
-    found, failed = [], {}
-    for name in names:
+    found, failed, began = [], {}, time.perf_counter()
+    for number, name in enumerate(names):
         if arguments.resume and (known := catalogue.recorded_here(name, setting, root)):
             print(f"{name}: this commit has it already" + f", {known.missing}" * bool(known.missing) + "\n")
             continue
         try:
-            with ticking(f"{name}, {catalogue.find(name).about}"):
+            with ticking(_so_far(number, names, began)):
                 outcome = catalogue.run_experiment(name, setting)
             path = outcome.measurement.save(root)
         except Exception as error:  # one that fails must not take the others with it
@@ -83,6 +84,16 @@ def _run_all(arguments, names: list[str], root: Path) -> tuple[list[Measurement]
         say_if_busy(outcome.measurement.disturbed)
         print(flush=True)
     return found, failed
+
+
+def _so_far(done: int, names: list[str], began: float) -> str:
+    """Where the whole list stands, and what runs now."""
+    name = names[done]
+    if len(names) == 1:
+        return f"{name}, {catalogue.find(name).about}"
+    filled_part = 20 * done // len(names)
+    return (f"[{'#' * filled_part:-<20}] {done} of {len(names)} done, {time.perf_counter() - began:,.0f} s so far, now "
+            f"{name}")
 
 
 def _draw(draw: Callable, rows: list[dict], picture: Path) -> None:
@@ -112,7 +123,8 @@ def claims(arguments) -> int:
         print(ledger.as_audit(findings, shutil.get_terminal_size().columns))
     else:
         for row in rows:
-            print(f"{row['id']:>3}  {row['verdict'].upper()} on {cell(row['device'] or None)}{row['whose']}")
+            said = row["verdict"].removesuffix(" here").upper()  # the device follows, and may be another
+            print(f"{row['id']:>3}  {said} on {cell(row['device'] or None)}{row['whose']}")
             print(f"     {row['claim']}\n     {row['measured']}\n")
     write_json(arguments.json, {"claims": rows})
     return 0

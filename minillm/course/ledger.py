@@ -67,9 +67,9 @@ def _of_file(claim: Claim, file: Path, root: Path) -> Finding:
     verdict = judged(claim, run.rows)
     if verdict.word == NOT_MEASURED:
         verdict = Verdict(NOT_MEASURED, f"{verdict.measured}, in the rows of {file.stem}")
-    if kind in ("GPU", "CPU") and getattr(source, "busy", None):  # records of before have no such field
-        verdict = Verdict(NOT_MEASURED, "the machine was busy")
-    return Finding(claim, file.stem, source.device, kind, verdict.word, verdict.measured + cut, verdict.direction,
+    if run.disturbed:
+        verdict = Verdict(NOT_MEASURED, run.disturbed)
+    return Finding(claim, file.stem, source.label, kind, verdict.word, verdict.measured + cut, verdict.direction,
                    verdict.size, verdict.cause, place, source.commit)
 
 

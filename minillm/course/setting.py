@@ -42,8 +42,8 @@ class Setting:
 
     quick: sizes for a look or a test, seconds each. device: as in `load_model`. gpu_model: timed
     on a GPU in place of the default model. budget_s: seconds after which `each` gives no
-    further item, and `cut` says that it did. Model, tokenizer and ceilings are made when they
-    are first asked for, and kept.
+    further item, and `cut` says that it did. Model and tokenizer are made when they are first
+    asked for, and kept; the ceilings until the next experiment begins.
     """
 
     quick: bool = False
@@ -87,10 +87,14 @@ class Setting:
         with self.watch.paused():
             return load_model(self.timed_name, self.device)
 
+    def measure_ceilings(self) -> Ceilings:
+        """Bandwidth and matmul rate of the device now, in the timed model's dtype."""
+        return measure_ceilings(self.timed_model.device, self.timed_model.dtype)
+
     @cached_property
     def ceilings(self) -> Ceilings:
-        """Bandwidth and matmul rate of the device, in the timed model's dtype, measured once."""
-        return measure_ceilings(self.timed_model.device, self.timed_model.dtype)
+        """The same, measured once for each experiment that `run_experiment` runs, or for a page."""
+        return self.measure_ceilings()
 
     def work(self, shape: StepShape, model: Llama | None = None, kv_format: str | None = None) -> StepWork:
         """The least that a step of this shape must do: of the timed model, or of another."""
@@ -117,19 +121,25 @@ class Setting:
         return gpu if gpu is not None and self.gpu else full
 
     def begin(self) -> None:
-        """Start the clock of the budget."""
+        """Start the clock of the budget, and forget the ceilings, since a machine's speed moves."""
         self.started, self.cut = time.perf_counter(), False
+        vars(self).pop("ceilings", None)
 
     def each(self, label: str, items: Iterable[Item]) -> Iterator[Item]:
         """The items, under a progress bar, for as long as the budget lasts; the first is always given."""
         items: Sequence[Item] = list(items)
         with self.progress(label, len(items)) as bar:
-            for number, item in enumerate(items):
-                if number and self.budget_s is not None and time.perf_counter() - self.started > self.budget_s:
-                    self.cut = True
-                    return
+            for item in self.within_budget(items):
                 yield item
                 bar.update(1)
+
+    def within_budget(self, items: Iterable[Item]) -> Iterator[Item]:
+        """The same without a bar."""
+        for number, item in enumerate(items):
+            if number and self.budget_s is not None and time.perf_counter() - self.started > self.budget_s:
+                self.cut = True
+                return
+            yield item
 
 
 def timed(experiment: Callable[..., Measurement]) -> Callable[..., Measurement]:

@@ -11,6 +11,7 @@ Not where a text may contain a stop string: then only the report decides what is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -23,9 +24,7 @@ from minillm.fast.memory import default_kv_memory, native_format, refuse_too_muc
 from minillm.guard import invariants
 from minillm.guard.inputs import (
     check_bytes,
-    check_context,
     check_parts,
-    check_seed,
     check_switches,
     check_vocabularies,
     check_whole,
@@ -107,12 +106,11 @@ class Engine(ladder.Engine):
         check_whole(1, block_size=block_size, **{name: value for name, value in most.items() if value is not None})
         check_switches(chunked_prefill=chunked_prefill, prefix_cache=prefix_cache)
         check_bytes(kv_memory=kv_memory)
-        check_seed(seed)
+        check_whole(-math.inf, seed=seed)
         transform = None if isinstance(key_transform, str) and key_transform == "auto" else key_transform
         check_parts(model=model, tokenizer=tokenizer, speculator=speculator, executor=executor, clock=clock,
                     key_transform=transform)
         check_vocabularies(tokenizer, speculator and speculator.proposer)
-        check_context(max_context, (model or executor).config)
         choose("kv_format", kv_format, "auto", *STORES)
         choose("batching", batching, "continuous", "static")
         choose("kv", kv, "paged", "slots")

@@ -65,18 +65,21 @@ def check_positive(**settings: float | None) -> None:
             raise ValueError(f"{name} {value!r} must be a finite number above 0")
 
 
-def check_whole(least: int, **settings: int | None) -> None:
+def whole_setting(name: str, value, least: float, most: float = math.inf) -> int:
+    """A setting as Python's whole number; ValueError names one that is not whole, or not from `least` to `most`."""
+    number = as_whole(value)
+    if number is None or number < least:
+        bound = "" if least == -math.inf else f" from {least} up"
+        raise ValueError(f"{name} {value!r} must be a whole number{bound}")
+    if number > most:
+        raise ValueError(f"{name} {number:,} is more than {most:,}")
+    return number
+
+
+def check_whole(least: float, **settings: int) -> None:
     """ValueError for the first setting that is not a whole number from `least` up."""
     for name, value in settings.items():
-        number = as_whole(value)
-        if number is None or number < least:
-            raise ValueError(f"{name} {value!r} must be a whole number from {least} up")
-
-
-def check_seed(seed: int) -> None:
-    """ValueError for a seed that is not a whole number."""
-    if as_whole(seed) is None:
-        raise ValueError(f"seed {seed!r} must be a whole number")
+        whole_setting(name, value, least)
 
 
 def is_switch(value: object) -> bool:
@@ -97,13 +100,6 @@ def check_bytes(**settings: float | None) -> None:
         number = as_number(value)
         if value is not None and (number is None or not 1 <= number <= MOST_BYTES):
             raise ValueError(f"{name} {value!r} must be a number of bytes from 1 up, such as 100_000_000 for 100 MB")
-
-
-def check_context(max_context: int | None, config) -> None:
-    """ValueError for a context that is longer than the model's positions."""
-    if max_context is not None and max_context > config.max_position_embeddings:
-        most = f"{config.max_position_embeddings:,} positions"
-        raise ValueError(f"max_context {max_context:,} is longer than the model's {most}")
 
 
 def choose(setting: str, value: str, *choices: str) -> str:
@@ -179,6 +175,30 @@ def check_prompt(prompt_ids: Sequence[int]) -> None:
     """Raise RequestError for an empty prompt, which gives the model nothing to continue."""
     if not prompt_ids:
         raise RequestError("the prompt is empty; it needs at least one token")
+
+
+def check_length(config, prompt_ids: Sequence[int], new: int) -> None:
+    """Raise RequestError for an empty prompt, or for more tokens than the model may use."""
+    check_prompt(prompt_ids)
+    if len(prompt_ids) + new > (most := config.max_position_embeddings):
+        raise RequestError(f"{len(prompt_ids):,} prompt + {new:,} new tokens > context {most:,}")
+
+
+def check_lengths(config, requests) -> None:
+    """The same of requests, naming which of them."""
+    for index, request in enumerate(requests):
+        try:
+            check_length(config, request.prompt_ids, request.params.max_tokens)
+        except RequestError as error:
+            raise RequestError(f"prompt {index}: {error}") from error
+
+
+def context_of(model, config, asked: int | None) -> int:
+    """Tokens of the longest request: as asked, or all that the model may use. ValueError if those are fewer."""
+    most = config.max_position_embeddings
+    if asked and model and asked > most:  # an executor of one's own may have no model, and no limit
+        raise ValueError(f"max_context {asked:,} > {most:,} tokens that this model's positions or sliding window allow")
+    return asked or most
 
 
 def check_request(engine, prompt, params, request_id=None, arrival=None) -> list[int]:

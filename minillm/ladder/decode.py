@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from minillm.guard.inputs import check_prompt
+from minillm.guard.inputs import check_length
 from minillm.model.llama import Llama
 
 
@@ -64,7 +64,7 @@ def decode_recomputing(
     model: Llama, prompt_ids: Sequence[int], max_tokens: int, stop_ids: Collection[int] = ()
 ) -> Iterator[int]:
     """Rung 0: yield greedy tokens, computing the whole text again for each."""
-    check_prompt(prompt_ids)
+    check_length(model.config, prompt_ids, max_tokens)
     ids = list(prompt_ids)
     for _ in range(max_tokens):
         tokens = torch.tensor(ids, device=model.device)  # [N]: the prompt and all output so far
@@ -81,7 +81,7 @@ def decode_cached(
     model: Llama, prompt_ids: Sequence[int], max_tokens: int, stop_ids: Collection[int] = ()
 ) -> Iterator[int]:
     """Rung 1: yield greedy tokens, feeding the prompt once and then one token a step."""
-    check_prompt(prompt_ids)
+    check_length(model.config, prompt_ids, max_tokens)
     cache = SequenceCache(model, capacity=len(prompt_ids) + max_tokens)
     feed = list(prompt_ids)
     for _ in range(max_tokens):

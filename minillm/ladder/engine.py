@@ -21,7 +21,7 @@ from typing import Literal
 
 import torch
 
-from minillm.guard.inputs import check_request, for_each_prompt
+from minillm.guard.inputs import check_request, context_of, for_each_prompt
 from minillm.ladder.attention import KVStorage, native_storage
 from minillm.ladder.continuous import ContinuousBatching, Scheduler, StaticBatching, StepPlan
 from minillm.ladder.executor import Clock, Executor, ModelExecutor, WallClock
@@ -68,7 +68,7 @@ class Engine:
     ) -> None:
         self.config = (model or executor).config
         self.model, self.tokenizer, self.speculator, self.seed = model, tokenizer, speculator, seed
-        self.max_context = max_context or self.config.max_position_embeddings
+        self.max_context = context_of(model, self.config, max_context)
         max_batch = min(max_batch, max_step_tokens)
         storage = storage or partial(native_storage, dtype=model.dtype if model else torch.bfloat16)
         pool = self.make_pool(storage, kv_memory, block_size, max_batch)

@@ -4,13 +4,11 @@ Rung 1's loop over a batch: every prompt is padded to the longest, the cache has
 row, and each step feeds one token of every row. Reading the weights is most of a decode step,
 so eight rows cost little more than one. But the batch ends with its longest row. Until then a
 finished row feeds its last token again for nothing, an idle slot-step; and each slot is as
-long as the longest text of all.
+long as the longest text of all. The engine has the same policy for its own memory, `StaticBatching`.
 
     slot 0   p p p p o o o o o o o o        p prompt, o output
     slot 1   p p . . o o o . . . . .        . padding, then idle slot-steps
     slot 2   p p p . o o o o o . . .        nothing can join before slot 0 has ended
-
-The engine has the same policy for its own memory, `StaticBatching` in continuous.py.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from minillm.guard.inputs import check_lengths
 from minillm.ladder.request import Request
 from minillm.ladder.sampling import sample
 from minillm.model.llama import Llama
@@ -58,6 +57,7 @@ class SlotCache:
 
 def decode_static(model: Llama, requests: Sequence[Request], batch_size: int = 8) -> int:
     """Rung 2: run requests, of max_tokens >= 1, in batches of `batch_size`, in order -> all idle slot-steps."""
+    check_lengths(model.config, requests)
     batches = [requests[first : first + batch_size] for first in range(0, len(requests), batch_size)]
     return sum(decode_batch(model, batch) for batch in batches)
 

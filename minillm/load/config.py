@@ -1,21 +1,36 @@
 """Where a `ModelConfig` comes from: transformers' `config.json` as a dict, or a preset's name.
 
-Reads the spelling of transformers 4 (`rope_theta`, `rope_scaling`) and of 5 (`rope_parameters`). What
-this package cannot compute faithfully is refused here, by name, before any weight is read.
+Reads the spelling of transformers 4 (`rope_theta`, `rope_scaling`) and of 5 (`rope_parameters`). A key
+that is left out means what it means to transformers' own class of the family. What this package
+cannot compute faithfully is refused here, by name, before any weight is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
+from minillm.load.fields import Fields
 from minillm.model import config
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # SmolLM2 is a "llama"
 ROPE_TYPES = ("default", "llama3")
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")
+MOST_LAYERS = 10_000
+MOST_POSITIONS = 2**40
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+# What a family's class in transformers takes for a key that the file leaves out. None is worked out.
+_SPECIAL = dict(bos_token_id=1, eos_token_id=2)
+_LAYERED = dict(max_position_embeddings=32_768, num_key_value_heads=32, sliding_window=4096)
+DEFAULTS: dict[str, dict[str, int]] = {
+    "llama": dict(max_position_embeddings=2048, **_SPECIAL),  # SmolLM2 is one
+    "mistral": dict(max_position_embeddings=131_072, num_key_value_heads=8, sliding_window=4096, **_SPECIAL),
+    "qwen2": _LAYERED,
+    "qwen3": _LAYERED | dict(head_dim=128),
+}
+FAMILIES = tuple(DEFAULTS)
 
 
 @dataclass(frozen=True)
@@ -29,83 +44,111 @@ class ModelConfig(config.ModelConfig):
             raise ValueError(
                 f"{self.num_attention_heads} query heads cannot share {self.num_key_value_heads} KV heads evenly"
             )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd; RoPE rotates pairs of dimensions")
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is not an even number from 2 up, and RoPE rotates pairs")
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
-        """Read a transformers config as a dict. Raises ValueError naming what is not supported."""
-        model_type = hf.get("model_type")
-        if model_type not in FAMILIES:
-            raise ValueError(f"unknown model_type {model_type!r}; this package computes {', '.join(FAMILIES)}")
-        if (act := hf.get("hidden_act", "silu")) != "silu":
-            raise ValueError(f"hidden_act {act!r} is not supported; the Llama family uses 'silu'")
-        if missing := [key for key in NEEDED if not hf.get(key)]:
-            raise ValueError(f"the config lacks {', '.join(missing)}")
-        if wrong := [key for key in (*NEEDED, *OPTIONAL) if not isinstance(hf.get(key, 1) or 1, int)]:
-            raise ValueError(f"config.json: {wrong[0]} {hf[wrong[0]]!r} is not a whole number")
-        heads = hf["num_attention_heads"]
-        theta, scaling = _read_rope(hf)
-        return cls(
-            model_type=model_type,
-            **{key: hf[key] for key in NEEDED},
-            num_key_value_heads=hf.get("num_key_value_heads") or heads,
-            head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
-            rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            max_position_embeddings=_context_limit(hf),
-            tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-            attention_bias=model_type == "qwen2" or bool(hf.get("attention_bias", False)),
-            mlp_bias=bool(hf.get("mlp_bias", False)),
-            bos_token_id=next(iter(as_ids(hf, "bos_token_id", "config.json")), None),
-            eos_token_id=as_ids(hf, "eos_token_id", "config.json"),
-        )
+    def from_hf(cls, hf: Mapping[str, Any], file: str = "config.json") -> ModelConfig:
+        """Read a transformers config as a dict. Raises ValueError naming `file` and what is not supported."""
+        fields = Fields(hf, file)
+        try:
+            return cls(**_read(fields))
+        except ValueError as error:
+            raise error if str(error).startswith(file) else ValueError(f"{file}: {error}") from None
 
     @classmethod
     def preset(cls, name: str) -> ModelConfig:
         """The published geometry of a known model, e.g. `qwen3-0.6b`; ValueError lists the names."""
-        if name not in PRESETS:
-            raise ValueError(f"unknown preset {name!r}; known: {', '.join(sorted(PRESETS))}")
+        if not isinstance(name, str) or name not in PRESETS:
+            near = get_close_matches(str(name), PRESETS, n=2)
+            hint = f"; near it: {' and '.join(near)}" if near else ""
+            raise ValueError(f"unknown preset {name!r}; known: {', '.join(sorted(PRESETS))}{hint}")
         return PRESETS[name]
 
 
-def as_ids(settings: Mapping[str, Any], field: str, file: str) -> tuple[int, ...]:
-    """Token ids as transformers writes them (null, one id, or a list of ids), as a tuple.
+def _read(fields: Fields) -> dict[str, Any]:
+    """The fields of a ModelConfig, each checked."""
+    family = fields.get("model_type")
+    if family not in FAMILIES:
+        raise ValueError(f"unknown model_type {family!r}; this package computes {', '.join(FAMILIES)}")
+    if (act := fields.get("hidden_act", "silu")) != "silu":
+        raise ValueError(f"hidden_act {act!r} is not supported; the Llama family uses 'silu'")
+    if missing := [key for key in NEEDED if key not in fields]:
+        raise ValueError(f"the config lacks {', '.join(missing)}")
+    sizes = {key: fields.whole(key, None) for key in NEEDED}
+    layers = fields.whole("num_hidden_layers", None, most=MOST_LAYERS)
+    defaults, heads = DEFAULTS[family], sizes["num_attention_heads"]
+    theta, scaling = _read_rope(fields)
+    bias, mlp_bias = fields.flag("attention_bias"), fields.flag("mlp_bias")
+    head_dim = fields.whole("head_dim", defaults.get("head_dim"), nullable="head_dim" not in defaults)
+    return sizes | dict(
+        model_type=family,
+        num_key_value_heads=fields.whole(
+            "num_key_value_heads", defaults.get("num_key_value_heads"), nullable=True) or heads,
+        head_dim=head_dim or sizes["hidden_size"] // heads,
+        rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_position_embeddings=_context_limit(fields, family, layers),
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        attention_bias=family == "qwen2" or (bias and family != "mistral"),
+        mlp_bias=mlp_bias and family == "llama",
+        bos_token_id=next(iter(fields.ids("bos_token_id", defaults.get("bos_token_id"))), None),
+        eos_token_id=fields.ids("eos_token_id", defaults.get("eos_token_id"), below=sizes["vocab_size"]),
+    )
 
-    Raises ValueError naming file and field for anything else, such as an id written as text.
-    """
-    value = settings.get(field)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(id) is int and id >= 0 for id in ids):
-        raise ValueError(f"{file}: {field} {value!r} is not a token id, or a list of them")
-    return tuple(ids)
 
-
-def _read_rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+def _read_rope(fields: Fields) -> tuple[float, dict[str, Any] | None]:
     """RoPE base and scaling from either spelling; ValueError for a type we do not compute."""
-    new = hf.get("rope_parameters") or {}
-    scaling = new or hf.get("rope_scaling") or {}
-    theta = float(new.get("rope_theta") or hf.get("rope_theta") or 10_000.0)
-    rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
+    new, old = fields.part("rope_parameters"), fields.part("rope_scaling")
+    scaling = new or old
+    theta = (scaling if "rope_theta" in scaling else fields).positive("rope_theta", 10_000.0)
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     if rope_type not in ROPE_TYPES:
         raise ValueError(f"unknown RoPE type {rope_type!r}; this package computes {', '.join(ROPE_TYPES)}")
-    if float(hf.get("partial_rotary_factor") or new.get("partial_rotary_factor") or 1.0) != 1.0:
+    if any(part.positive("partial_rotary_factor", 1.0) != 1.0 for part in (fields, scaling)):
         raise ValueError("partial_rotary_factor other than 1 is not supported")
     if rope_type == "default":
         return theta, None
     needed = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     if missing := [key for key in needed if key not in scaling]:
         raise ValueError(f"llama3 RoPE scaling lacks {', '.join(missing)}")
+    for key in needed:
+        scaling.positive(key, 0.0)
+    if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        raise scaling.refused("high_freq_factor", f"above low_freq_factor {scaling['low_freq_factor']}")
     return theta, {key: scaling[key] for key in needed}
 
 
-def _context_limit(hf: Mapping[str, Any]) -> int:
-    """Positions the model may use. Inside its window, sliding attention equals full attention."""
-    limit = hf.get("max_position_embeddings", 2048)
-    window = hf.get("sliding_window")
-    active = hf.get("use_sliding_window", hf["model_type"] == "mistral")
-    return min(limit, window) if window and active else limit
+def _context_limit(fields: Fields, family: str, layers: int) -> int:
+    """Positions the model may use. Inside its window, sliding attention equals full attention.
+
+    When the window applies is each family's own rule in transformers: never in a Llama; in a Mistral
+    unless it is null; in a Qwen in the layers that `layer_types` names, or else, with
+    `use_sliding_window`, in those from `max_window_layers` on.
+    """
+    defaults = DEFAULTS[family]
+    limit = fields.whole("max_position_embeddings", defaults["max_position_embeddings"], most=MOST_POSITIONS)
+    if family == "llama":
+        return limit
+    window = fields.whole("sliding_window", defaults["sliding_window"], most=MOST_POSITIONS, nullable=True)
+    if family != "mistral" and not _has_sliding_layers(fields, layers, window):
+        return limit
+    return min(limit, window or limit)
+
+
+def _has_sliding_layers(fields: Fields, layers: int, window: int | None) -> bool:
+    """Whether any layer of a Qwen slides; ValueError where one must and there is no window."""
+    active = fields.flag("use_sliding_window") and window is not None
+    first = fields.whole("max_window_layers", 28, least=0)
+    types = fields.get("layer_types")
+    if types is None:
+        return active and first < layers
+    if not (isinstance(types, list) and len(types) == layers and all(kind in LAYER_TYPES for kind in types)):
+        raise fields.refused("layer_types", f"a list of {layers} of {', '.join(LAYER_TYPES)}")
+    if "sliding_attention" in types and not active:
+        raise ValueError("layer_types has sliding_attention, but use_sliding_window and sliding_window give no window")
+    return "sliding_attention" in types
 
 
 _SMOLLM2 = dict(max_position_embeddings=8192, tie_word_embeddings=True, bos_token_id=1, eos_token_id=(2,))

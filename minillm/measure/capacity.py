@@ -5,13 +5,15 @@ GB here is 10**9 bytes, as in bandwidths and data sheets; a GiB is 7 % more.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict, dataclass, replace
 
-from minillm.guard.inputs import check_at_least
+from minillm.guard.inputs import check_at_least, whole_setting
 from minillm.ladder.quantized import DTYPES, kv_bytes_per_token
 from minillm.load.config import PRESETS, ModelConfig
 from minillm.measure.roofline import weight_numbers
+from minillm.model.config import ModelConfig as Shape
 
 GB = 10**9
 WEIGHT_BYTES = 2  # per weight, at 16 bits
@@ -45,14 +47,19 @@ def capacity(
     """Requests of `context` tokens that fit concurrently; `model` is a preset's name or a config.
 
     weights_gb: 16 bits a weight if None. overhead_gb: activations, workspaces, the runtime.
-    ValueError if weights and overhead leave nothing.
+    ValueError if weights and overhead leave nothing, or if the context is longer than the model's own.
     """
+    if memory_gb is None or overhead_gb is None:
+        raise ValueError(f"memory_gb {memory_gb} and overhead_gb {overhead_gb} must both be numbers of GB")
     check_at_least(0, memory_gb=memory_gb, weights_gb=weights_gb, overhead_gb=overhead_gb)
-    check_at_least(1, context=context)
-    config = ModelConfig.preset(model) if isinstance(model, str) else model
-    weights_gb = weight_numbers(config) * WEIGHT_BYTES / GB if weights_gb is None else weights_gb
+    config = model if isinstance(model, Shape) else ModelConfig.preset(model)
+    context = whole_setting("context", context, 1, math.inf)
+    if context > (most := config.max_position_embeddings):
+        raise ValueError(f"context {context:,} > {most:,} positions that this model has: no engine would serve it")
+    weights_gb = weight_numbers(config) * WEIGHT_BYTES / GB if weights_gb is None else float(weights_gb)
+    memory_gb, overhead_gb = float(memory_gb), float(overhead_gb)
     check_at_least(0, memory_bytes=memory_gb * GB)
-    cache_bytes = round((memory_gb - weights_gb - overhead_gb) * GB)
+    cache_bytes = round(max(0.0, memory_gb - weights_gb - overhead_gb) * GB)
     if cache_bytes <= 0:
         raise ValueError(
             f"{weights_gb:g} GB of weights and {overhead_gb:g} GB of overhead leave nothing of {memory_gb:g} GB: "
@@ -75,10 +82,11 @@ def what_changes_it(model: str, context: int = 4096, kv_format: str = PLAIN_FORM
     sums: the other arguments of `capacity`. Every row has the model's own weights: only the cache differs.
     """
     config = ModelConfig.preset(model)
+    context = whole_setting("context", context, 1, math.inf)
     alone = replace(config, num_key_value_heads=config.num_attention_heads)
     if sums.get("weights_gb") is None:
         sums["weights_gb"] = weight_numbers(config) * WEIGHT_BYTES / GB
-    cases = [("as asked", config, context, kv_format), ("half the context", config, context // 2, kv_format)]
+    cases = [("as asked", config, context, kv_format), ("half the context", config, -(-context // 2), kv_format)]
     cases += [(f"{name} keys and values", config, context, name) for name in ("int8", "int4") if name != kv_format]
     if alone != config:
         shared = config.num_attention_heads // config.num_key_value_heads
@@ -105,16 +113,21 @@ def preset_rows(kv_formats: tuple[str, ...] = ("bf16", "int8", "int4")) -> list[
 def server_flags(found: Capacity) -> dict[str, str]:
     """The same for vLLM and SGLang (their documentation, 2025): both take a share of the memory for weights and cache.
 
-    Of the quantised formats here they have fp8 too.
+    Of the quantised formats here they have fp8 too. A sentence in place of flags where no request fits.
     """
-    share = f"{(found.memory_gb - found.overhead_gb) / found.memory_gb:.2f}"
+    # rounded down, and never all of it, or the engine would take what the overhead needs
+    share = min(0.99, math.floor(100 * (found.memory_gb - found.overhead_gb) / found.memory_gb + 1e-9) / 100)
+    if not (found.max_concurrent and share):
+        return dict.fromkeys(
+            ("vLLM", "SGLang"), f"no flags: not one request of {found.context_tokens:,} tokens fits beside the weights"
+        )
     names = {
         "vLLM": ("--max-model-len", "--gpu-memory-utilization", "--max-num-seqs", "--kv-cache-dtype fp8"),
         "SGLang": ("--context-length", "--mem-fraction-static", "--max-running-requests", "--kv-cache-dtype fp8_e4m3"),
     }
     lines = {}
     for engine, (context, memory, rows, fp8) in names.items():
-        lines[engine] = f"{context} {found.context_tokens} {memory} {share} {rows} {max(1, found.max_concurrent)}"
+        lines[engine] = f"{context} {found.context_tokens} {memory} {share:.2f} {rows} {found.max_concurrent}"
         if found.kv_format == "fp8":
             lines[engine] += f" {fp8}"
         elif found.kv_format not in DTYPES:

@@ -4,8 +4,9 @@ vLLM, SGLang, TGI and llama.cpp do. All times are the client's: from the moment 
 request was due until its events arrived. A request that fails is counted under what went
 wrong, and is in no average and in no sum of tokens.
 
-    refused      the connection was not accepted
-    server error the server answered with an error, immediately or inside the stream; its code is named
+    refused, reset, name not found, TLS: ..., connection timed out, too many open files, no connection: ...
+                 why a connection failed before any answer came
+    server error the server answered with an error, with its code, or inside the stream, with its message
     stalled      no event came for `patience_s`, whatever else did
     malformed    an event that is not JSON, or does not have the shape of a completion
     cut off      the stream ended before the answer did
@@ -19,34 +20,40 @@ beyond that is added to the last event.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import math
+import os
+import socket
+import ssl
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
 
-from minillm.guard.inputs import check_at_least, check_positive
+from minillm.guard.inputs import check_at_least, check_positive, whole_number, whole_setting
 from minillm.ladder.records import Records, RequestRecord
 from minillm.measure import metrics
 from minillm.measure.measurement import MEASUREMENTS, SEE_ROWS, Measurement, device_name, measurement_path, provenance
+from minillm.measure.stream import EVENTS_PER_TOKEN, Fault, events, read_event
 from minillm.measure.workload import WorkItem
 
 OnChange = Callable[[dict], None]
-EVENTS_PER_TOKEN = 4  # more than any server sends: an answer of more has no end
-
-
-class Fault(Exception):
-    """What went wrong with one request: its kind, as counted."""
+JSON = {"Content-Type": "application/json"}
 
 
 @dataclass
 class Server:
-    """Where to ask, and how. patience_s: without an event for this long, a request has stalled.
+    """Where to ask, and how; ValueError for what cannot be asked.
 
+    patience_s: without an event for this long, a request has stalled.
     text_of: turns ids into a prompt of text, for servers that take no ids.
     """
 
@@ -56,20 +63,34 @@ class Server:
     text_of: Callable[[Sequence[int]], str] | None = None
 
     def __post_init__(self) -> None:
-        check_positive(patience_s=self.patience_s)
+        check_positive(patience_s=math.nan if self.patience_s is None else self.patience_s)
+        self.patience_s = float(self.patience_s)
+        if not isinstance(self.model, str):
+            raise ValueError(f"model {self.model!r} is not a name")
         try:
-            url = httpx.URL(self.url)
-        except httpx.InvalidURL as error:
+            url = httpx.URL(f"{self.url}/completions" if isinstance(self.url, str) else self.url)
+            host, port = url.host, url.port
+        except (httpx.InvalidURL, ValueError, TypeError) as error:
             raise ValueError(f"{self.url!r} is not a URL: {error}") from None
-        if url.scheme not in ("http", "https") or not url.host or (url.port or 0) > 65_535:
+        if url.scheme not in ("http", "https") or not host or (port or 0) > 65_535 or url.query or url.fragment:
             raise ValueError(f"{self.url!r} is not a server's URL: give one such as http://127.0.0.1:8000/v1")
+        self.url = self.url.rstrip("/")
 
     def body(self, item: WorkItem) -> dict:
-        """The request: greedy, with exactly the workload's number of tokens."""
-        prompt = list(item.prompt_ids) if self.text_of is None else self.text_of(item.prompt_ids)
+        """The request: greedy, with exactly the workload's number of tokens. ValueError if its sizes cannot be."""
+        check_at_least(0, arrival=math.nan if item.arrival is None else item.arrival)
+        lengths = [whole_setting("max_tokens", item.max_tokens, 1)]
+        if item.stop_after is not None:
+            lengths.append(whole_setting("stop_after", item.stop_after, 1))
+        try:
+            ids = list(item.prompt_ids)
+        except TypeError:
+            raise ValueError(f"a prompt is a list of token ids, not {item.prompt_ids!r}") from None
+        if set(map(type, ids)) - {int}:
+            ids = [whole_number(token, place) for place, token in enumerate(ids)]
         return {
-            "model": self.model, "prompt": prompt, "max_tokens": item.output_tokens, "temperature": 0,
-            "ignore_eos": True, "stream": True,
+            "model": self.model, "prompt": ids if self.text_of is None else self.text_of(ids),
+            "max_tokens": min(lengths), "temperature": 0, "ignore_eos": True, "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
 
@@ -78,7 +99,7 @@ class Server:
 class Run:
     """The records of the answered requests, faults by kind, and when the run began and ended.
 
-    short: answers whose number of tokens is not the one asked for (a server without `ignore_eos`).
+    short: answers whose number of tokens is not the one asked for, lower or higher.
     """
 
     lives: list[RequestRecord] = field(default_factory=list)
@@ -106,16 +127,39 @@ def bench_server(
     clients: of a closed loop; None plays the open loop at the items' arrival times.
     on_change: called with {"done", "failed", "in_flight", "tokens", "seconds"} at each event.
     """
-    run = asyncio.run(play(server, items, clients, on_change))
+    run = _run_to_end(play(server, items, clients, on_change))
     found = metrics.seen_by_clients(run.records())
     return {**found, "faults": dict(run.faults), "failed": run.faults.total(), "short_answers": run.short}
+
+
+def _run_to_end(work: Coroutine[Any, Any, Run]) -> Run:
+    """`asyncio.run`; where a loop is running already, as in a notebook's cell, in a thread with a loop of its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    tasks: list[asyncio.Task] = []
+
+    async def in_thread() -> Run:
+        tasks.append(asyncio.current_task())
+        return await work
+
+    with ThreadPoolExecutor(1) as thread:
+        finished = thread.submit(copy_context().run, asyncio.run, in_thread())
+        try:
+            return finished.result()
+        except KeyboardInterrupt:  # of this thread; the other one does not see it
+            for task in tasks:
+                task.get_loop().call_soon_threadsafe(task.cancel)
+            raise
 
 
 async def play(
     server: Server, items: Sequence[WorkItem], clients: int | None = None, on_change: OnChange | None = None
 ) -> Run:
-    """Send the workload; every request ends in `lives` or in `faults`."""
-    check_at_least(1, clients=clients)
+    """Send the workload; every request ends in `lives` or in `faults`. ValueError before anything is sent."""
+    clients = None if clients is None else min(whole_setting("clients", clients, 1), len(items))
+    bodies = [_encoded(server, item, index) for index, item in enumerate(items)]  # no time is spent on it later
     run, state = Run(), Counter()
     order = sorted(range(len(items)), key=lambda i: items[i].arrival)
 
@@ -127,8 +171,11 @@ async def play(
     async def ask(http: httpx.AsyncClient, index: int, due: float) -> None:
         changed(in_flight=1)
         try:
-            run.lives.append(await answer(http, server, items[index], index, due, lambda n: changed(tokens=n)))
-            run.short += run.lives[-1].output_tokens != items[index].output_tokens
+            life = RequestRecord(index, due, len(items[index].prompt_ids))
+            asked = items[index].output_tokens
+            await answer(http, server, bodies[index], asked, life, lambda n: changed(tokens=n))
+            run.lives.append(life)
+            run.short += life.output_tokens != asked
             changed(in_flight=-1, done=1)
         except Fault as fault:
             run.faults[str(fault)] += 1
@@ -143,8 +190,8 @@ async def play(
         for index in coming:
             await ask(http, index, time.perf_counter())
 
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as http:  # `answer` has the patience
+    limits, hooks = httpx.Limits(max_connections=None), {"response": [_check_status]}
+    async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False, event_hooks=hooks) as http:
         coming, run.began = iter(order), time.perf_counter()
         works = [arrive(http, i) for i in order] if clients is None else [client(http, coming) for _ in range(clients)]
         await asyncio.gather(*works)
@@ -154,86 +201,95 @@ async def play(
     return run
 
 
+def _encoded(server: Server, item: WorkItem, index: int) -> bytes:
+    try:
+        return json.dumps(server.body(item)).encode()
+    except ValueError as error:
+        raise ValueError(f"request {index}: {error}") from None
+
+
+async def _check_status(response: httpx.Response) -> None:
+    """As a hook, before httpx reads where a redirection would go, which may not be a URL."""
+    if response.status_code != 200:
+        raise Fault(f"server error {response.status_code}")
+
+
 async def answer(
-    http: httpx.AsyncClient, server: Server, item: WorkItem, index: int, due: float, gave: Callable[[int], None]
-) -> RequestRecord:
-    """One request's life; Fault if it fails. gave: called with each number of new tokens."""
-    life, now = RequestRecord(index, due, len(item.prompt_ids)), asyncio.get_running_loop().time
+    http: httpx.AsyncClient, server: Server, body: bytes, asked: int, life: RequestRecord, gave: Callable[[int], None]
+) -> None:
+    """One request's life, noted in `life`; Fault if it fails. Its timeout is the only one: httpx's own are off.
+
+    asked: tokens that the answer should have. gave: called with each number of new tokens.
+    """
+    now, most = asyncio.get_running_loop().time, EVENTS_PER_TOKEN * asked + 64
+    stage, answered = "", False
+
+    async def trace(name: str, _: dict) -> None:  # httpcore's name of what the connection is doing
+        nonlocal stage
+        stage = name
+
     try:
         async with (
             asyncio.timeout(server.patience_s) as patience,
-            http.stream("POST", f"{server.url}/completions", json=server.body(item)) as response,
+            http.stream(
+                "POST", f"{server.url}/completions", content=body, headers=JSON, extensions={"trace": trace}
+            ) as response,
         ):
-            if response.status_code != 200:
-                raise Fault(f"server error {response.status_code}")
-            most = EVENTS_PER_TOKEN * item.output_tokens + 64
+            answered = True
             async for event in events(response, most):
                 patience.reschedule(now() + server.patience_s)
                 before = life.output_tokens
-                read_event(event, life, time.perf_counter(), item.output_tokens)
+                read_event(event, life, time.perf_counter(), most)
                 gave(life.output_tokens - before)
-    except httpx.ConnectError:
-        raise Fault("refused") from None
     except TimeoutError:
-        raise Fault("stalled") from None
+        raise Fault("connection timed out" if stage.startswith("connection.") else "stalled") from None
     except httpx.DecodingError:
         raise Fault("malformed: not what its encoding says") from None
-    except httpx.TransportError:
-        raise Fault("cut off") from None
+    except httpx.TransportError as error:
+        raise Fault("cut off" if answered else why_unconnected(error)) from None
+    except OSError as error:  # of a module that httpx imports late, where no more files may be open
+        raise Fault(why_unconnected(error)) from None
     if life.finish_reason is None:
         raise Fault("cut off")
     if not life.token_times:
         raise Fault("malformed: an answer without a token")
-    return life
 
 
-async def events(response: httpx.Response, most: int) -> AsyncIterator[dict]:
-    """The events of a stream (server-sent events: lines `data: ...`), up to `[DONE]`; Fault if they are over `most`."""
-    async for line in response.aiter_lines():
-        name, _, data = line.partition(":")
-        if name != "data":  # an empty line, a comment, or another field
-            continue
-        if data.strip() == "[DONE]":
-            return
-        try:
-            event = json.loads(data)
-        except (ValueError, RecursionError):  # a number of too many digits, brackets in too many brackets
-            raise Fault("malformed: not JSON") from None
-        if not isinstance(event, dict):
-            raise Fault("malformed: not an object")
-        most -= 1
-        if most < 0:
-            raise Fault("malformed: an answer without an end")
-        yield event
+# -- why there is no connection -------------------------------------------------------------------
+
+CAUSES = (  # the operating system's and the TLS library's errors, the more telling ones first
+    (socket.gaierror, "name not found"),
+    (ConnectionRefusedError, "refused"),
+    ((ConnectionResetError, ConnectionAbortedError, BrokenPipeError), "reset"),
+    (TimeoutError, "connection timed out"),
+)
 
 
-def read_event(event: dict, life: RequestRecord, now: float, most: int) -> None:
-    """Note an event's new tokens, end, and count so far. Fault if malformed, or if it counts more than `most`."""
-    if "error" in event:
-        raise Fault("server error in the stream")
-    choices, usage = event.get("choices"), event.get("usage")
-    if not isinstance(choices, list) or not (choices or usage):
-        raise Fault("malformed: no choices")
-    text = ""
-    for choice in choices:
-        if not isinstance(choice, dict) or not isinstance(choice.get("text"), str):
-            raise Fault("malformed: a choice without text")
-        text += choice["text"]
-        reason = choice.get("finish_reason")
-        if not isinstance(reason, str | None):
-            raise Fault("malformed: a reason to finish that is not text")
-        life.finish_reason = reason or life.finish_reason
-        life.finish = now
-    if not usage:
-        life.token_times += [now] * bool(text)
-        return
-    told = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    if type(told) is not int or not 0 <= told <= most:  # True is an int to isinstance
-        raise Fault("malformed: no count of tokens")
-    # tokens that only the last count tells of came with the text before it
-    late = life.finish_reason and not text and life.token_times
-    life.token_times += [life.token_times[-1] if late else now] * (told - life.output_tokens)
-    del life.token_times[told:]
+def why_unconnected(error: Exception) -> str:
+    """The name of what kept a connection from being made, or from being answered."""
+    causes = list(_causes(error))
+    codes = [cause.errno for cause in causes if type(cause) is OSError and cause.errno]
+    if {errno.EMFILE, errno.ENFILE} & set(codes):
+        return "too many open files"
+    for cause in causes:
+        if isinstance(cause, ssl.SSLError):
+            reason = getattr(cause, "verify_message", None) or getattr(cause, "reason", None) or "no handshake"
+            return f"TLS: {reason.lower().replace('_', ' ')}"
+    for kind, name in CAUSES:
+        if any(isinstance(cause, kind) for cause in causes):
+            return name
+    if codes:
+        return f"no connection: {os.strerror(codes[0])}"
+    return "no connection" if isinstance(error, httpx.ConnectError) else "cut off"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that it came from, down to the operating system's."""
+    while error is not None:
+        yield error
+        for one in getattr(error, "exceptions", ()):  # of a host with several addresses
+            yield from _causes(one)
+        error = error.__cause__ or error.__context__
 
 
 # -- what is kept ---------------------------------------------------------------------------------

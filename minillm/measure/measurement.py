@@ -163,7 +163,7 @@ def disturbance(found: Mapping) -> str:
         share is not None and f"the run got {share:.0%} of the processor time that its threads could use",
         slow is not None and f"the slowest tenth of equal steps took {slow:.1f} times as long as the fastest",
     ]
-    return f"this machine was busy: {' and '.join(filter(None, signs))}"
+    return ": ".join(filter(None, ("this machine was busy", " and ".join(filter(None, signs)))))
 
 
 @dataclass(frozen=True)

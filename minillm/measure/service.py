@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 
 from minillm.fast.engine import Engine
-from minillm.guard.inputs import check_at_least
+from minillm.guard.inputs import check_at_least, whole_setting
 from minillm.ladder.records import Records, RequestRecord
 from minillm.load.config import ModelConfig
 from minillm.measure import fleet, metrics
@@ -21,6 +21,7 @@ from minillm.measure.virtual import DEVICES, CostModel, VirtualProposer, virtual
 from minillm.measure.workload import WorkItem, make_workload, numbered_ids, play
 
 PRICE = 2.9  # dollars an hour of an A100: what the articles' costs imply
+MOST_REPLICAS = 1000
 ENGINE_SETTINGS = ("max_batch", "max_step_tokens", "batching", "kv", "chunked_prefill", "prefix_cache")
 
 
@@ -62,8 +63,8 @@ class Service:
     price_per_hour: float = PRICE
 
     def __post_init__(self) -> None:
-        if self.replicas < 1 or self.prefill_replicas < 0:
-            raise ValueError(f"{self.replicas} and {self.prefill_replicas} replicas: at least 1 must decode")
+        whole_setting("replicas", self.replicas, 1, MOST_REPLICAS)
+        whole_setting("prefill_replicas", self.prefill_replicas, 0, MOST_REPLICAS)
         check_at_least(0, price_per_hour=self.price_per_hour)
         if isinstance(self.device, str) and self.device not in DEVICES:
             raise ValueError(f"unknown device {self.device!r}; known: {', '.join(DEVICES)}")

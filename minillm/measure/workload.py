@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 import random
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from inspect import signature
 from pathlib import Path
 from statistics import NormalDist
@@ -23,11 +25,13 @@ from statistics import NormalDist
 import numpy as np
 
 from minillm.fast.engine import Engine
-from minillm.guard.inputs import check_at_least, check_positive
+from minillm.guard.inputs import check_at_least, check_positive, whole_setting
 from minillm.ladder.request import RequestId, SamplingParams, TokenEvent
 from minillm.measure.virtual import VirtualEngine
 
 VOCAB = 10_000  # random prompts use ids under this one, which every real model has
+MOST_REQUESTS = 1_000_000
+MOST_TOKENS = 10_000_000  # of a prompt that is written out
 
 
 @dataclass(frozen=True)
@@ -51,17 +55,42 @@ class WorkItem:
 
 def make_workload(name: str, **settings) -> list[WorkItem]:
     """A workload by name, with its function's settings; ValueError lists both, and refuses what cannot be."""
-    if name not in WORKLOADS:
+    if not isinstance(name, str) or name not in WORKLOADS:
         raise ValueError(f"unknown workload {name!r}; known: {', '.join(WORKLOADS)}")
+    settings = {setting: value for setting, value in settings.items() if value is not None}
     known = signature(WORKLOADS[name]).parameters
     if unknown := [setting for setting in settings if setting not in known]:
         raise ValueError(f"workload {name!r} has no {', '.join(unknown)}; it has {', '.join(known)}")
     if missing := [setting for setting, p in known.items() if p.default is p.empty and setting not in settings]:
         raise ValueError(f"workload {name!r} needs {', '.join(missing)}")
-    check_at_least(1, requests=settings.get("requests"))
-    check_at_least(0, seed=settings.get("seed"))
-    check_positive(rate=settings.get("rate"), scale=settings.get("scale"))
-    return WORKLOADS[name](**settings)
+    items = WORKLOADS[name](**_checked_settings(settings))
+    if not all(math.isfinite(item.arrival) for item in items):
+        raise ValueError(f"workload {name!r} has arrivals that never come: rate {settings.get('rate')!r} is too low")
+    return items
+
+
+WHOLE = {  # settings that are whole numbers, from the first to the last of these
+    "seed": (0, math.inf), "requests": (1, MOST_REQUESTS), "mean_tokens": (1, MOST_TOKENS), "answer": (1, MOST_TOKENS),
+    "prompt_tokens": (1, MOST_TOKENS), "prefix_tokens": (1, MOST_TOKENS), "context": (2, MOST_TOKENS),
+}
+
+
+def _checked_settings(settings: dict) -> dict:
+    """The settings as Python's own numbers; ValueError for the first that cannot be meant."""
+    for name in settings.keys() & WHOLE:
+        settings[name] = whole_setting(name, settings[name], *WHOLE[name])
+    for name in settings.keys() & {"rate", "scale"}:
+        check_positive(**{name: settings[name]})
+        settings[name] = float(settings[name])
+    check_at_least(0, cv=settings.get("cv"))
+    if "answers" in settings:
+        answers = settings["answers"]
+        if isinstance(answers, str) or not isinstance(answers, Sequence) or not answers:
+            raise ValueError(f"answers {answers!r:.60} is not a list of lengths")
+        settings["answers"] = [whole_setting("answers", length, 1, MOST_TOKENS) for length in answers]
+    if not callable(settings.get("ids", random_ids)):
+        raise ValueError(f"ids {settings['ids']!r:.60} makes no prompts: give random_ids or numbered_ids")
+    return settings
 
 
 def play(
@@ -203,6 +232,8 @@ def worked_example(
     requests: int = 512, context: int = 4096, answer: int = 300, scale: float = 1.0, seed: int = 0, ids=None
 ) -> list[WorkItem]:
     """The articles' service: chats that fill a context of 4,096 tokens, 300 of them the answer. All at the start."""
+    if answer >= context:
+        raise ValueError(f"an answer of {answer:,} tokens leaves no prompt in a context of {context:,}")
     draw, ids = np.random.default_rng(seed), ids or random_ids
     return [WorkItem(0.0, ids(draw, context - answer, scale), scaled(answer, scale)) for _ in range(requests)]
 
@@ -223,16 +254,16 @@ def shared_prefix(
 def trace(
     path: str | Path, requests: int | None = None, scale: float = 1.0, seed: int = 0, ids=None
 ) -> list[WorkItem]:
-    """A CSV file with a header, whose columns are arrival (a date, or seconds), context tokens and generated tokens.
+    """A CSV file of arrivals (dates, or seconds), context tokens and generated tokens.
 
-    The first to arrive, wherever it stands, arrives at 0. ValueError names the first line that is not so.
+    Columns are found by the names that traces give them; in that order, if the file has no header or one with
+    other names. A date without an offset is UTC. requests: the first so many to arrive, which need not be the
+    first in the file. The first one arrives at 0. ValueError names the first line that is not so.
     """
     draw, ids = np.random.default_rng(seed), ids or random_ids
-    with open(path, newline="", encoding="utf-8", errors="replace") as file:
-        rows = [_trace_row(path, number, row) for number, row in enumerate(csv.reader(file), start=1) if number > 1]
-    if not rows:
-        raise ValueError(f"{path} holds no request: a header, then lines of arrival, context and generated tokens")
-    rows = rows[:requests]
+    rows = _trace_rows(path)
+    first = sorted(range(len(rows)), key=lambda place: rows[place][0])[:requests]
+    rows = [rows[place] for place in sorted(first)]
     start, cap = min(arrival for arrival, _, _ in rows), scaled(max(answer for _, _, answer in rows), scale)
     return [
         WorkItem(arrival - start, ids(draw, prompt, scale), cap, scaled(answer, scale))
@@ -240,28 +271,89 @@ def trace(
     ]
 
 
-def _trace_row(path: str | Path, number: int, row: Sequence[str]) -> tuple[float, int, int]:
-    """One line of a trace: seconds, tokens of context, generated tokens."""
+TRACE_COLUMNS = {  # names in published traces, without case and punctuation
+    "arrival": "timestamp arrival arrivedat arrivaltime arrivals time starttime",
+    "context tokens": "contexttokens numprefilltokens numprefill prompttokens prompt numprompttokens inputtokens "
+                      "numinputtokens input inputlength requesttokens context prefilltokens promptlength promptlen",
+    "generated tokens": "generatedtokens numdecodetokens numdecode outputtokens output numoutputtokens outputlength "
+                        "responsetokens completiontokens generated decodetokens numgeneratedtokens outputlen",
+}
+
+
+def _trace_rows(path: str | Path) -> list[tuple[float, int, int]]:
+    """The requests of a trace in its order: seconds, tokens of context, generated tokens."""
+    lines = _csv_lines(path)
+    columns = range(3)
+    if lines and not any(map(_is_number, lines[0][1])):
+        columns = _trace_columns(path, lines.pop(0)[1])
+    if not lines:
+        raise ValueError(f"{path} holds no request: lines of arrival, context tokens and generated tokens")
+    dated = not all(map(_is_number, lines[0][1][columns[0] : columns[0] + 1]))  # a row may be too short
+    return [_trace_row(f"{path}, line {number}: {row!r:.100}", row, columns, dated) for number, row in lines]
+
+
+def _trace_row(line: str, row: Sequence[str], columns: Sequence[int], dated: bool) -> tuple[float, int, int]:
+    """One request of a trace, whose arrivals are all dates or all seconds."""
     try:
-        arrival, prompt, answer = _seconds(row[0]), int(row[1]), int(row[2])
-        if not (math.isfinite(arrival) and prompt >= 0 and answer >= 0):
-            raise ValueError
-        return arrival, prompt, answer
+        moment, prompt, answer = (row[column].strip() for column in columns)
+        arrival = _date(moment) if dated else float(moment)
+        prompt, answer = int(prompt), int(answer)
+        if math.isfinite(arrival) and 0 <= prompt <= MOST_TOKENS and 0 <= answer <= MOST_TOKENS:
+            return arrival, prompt, answer
     except (ValueError, IndexError):
-        raise ValueError(f"{path}, line {number}: {row} is not arrival, context tokens, generated tokens") from None
+        pass
+    wanted = "a date" if dated else "seconds"
+    raise ValueError(f"{line} is not an arrival ({wanted}, as in the first), context tokens, generated tokens")
 
 
-def _seconds(moment: str) -> float:
-    """Seconds from a number, or from a date in ISO format."""
+def _csv_lines(path: str | Path) -> list[tuple[int, list[str]]]:
+    """(number in the file, cells) of each line that is not blank."""
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"path {path!r:.60} is not a file's name")
     try:
-        return float(moment)
+        with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
+            reader = csv.reader(file)
+            return [(reader.line_num, row) for row in reader if any(cell.strip() for cell in row)]
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _trace_columns(path: str | Path, header: Sequence[str]) -> Sequence[int]:
+    """Where arrival, context and generated tokens stand."""
+    names = [re.sub(r"[^a-z]", "", name.lower()) for name in header]
+    found = [
+        next((place for place, name in enumerate(names) if name in known.split()), None)
+        for known in TRACE_COLUMNS.values()
+    ]
+    if None not in found:
+        return found
+    if len(header) <= 3 and all(place in (None, column) for column, place in enumerate(found)):
+        return range(3)  # in this order, by names of their own
+    missing = list(TRACE_COLUMNS)[found.index(None)]
+    raise ValueError(f"{path}: which column holds {missing}? Call it '{missing}', among {header!r:.200}")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
     except ValueError:
-        return datetime.fromisoformat(moment).timestamp()
+        return False
+    return True
+
+
+def _date(text: str) -> float:
+    """Seconds since 1970 of a date in ISO format, in UTC where it has no offset."""
+    date = datetime.fromisoformat(text)
+    return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
 
 
 def random_ids(draw: np.random.Generator, tokens: float, scale: float) -> list[int]:
     """A prompt that shares no prefix with another."""
-    return draw.integers(0, VOCAB, scaled(tokens, scale)).tolist()
+    if (length := scaled(tokens, scale)) > MOST_TOKENS:
+        raise ValueError(f"a prompt of {length:,} tokens is more than {MOST_TOKENS:,}: take a smaller scale")
+    return draw.integers(0, VOCAB, length).tolist()
 
 
 def numbered_ids(draw: np.random.Generator, tokens: float, scale: float) -> range:
@@ -272,7 +364,9 @@ def numbered_ids(draw: np.random.Generator, tokens: float, scale: float) -> rang
 
 def scaled(tokens: float, scale: float) -> int:
     """A length, shrunk; at least 1."""
-    return max(1, round(float(tokens) * scale))
+    if not (length := float(tokens) * scale) < 2**62:
+        raise ValueError(f"scale {scale:g} makes {tokens:g} tokens more than any memory holds")
+    return max(1, round(length))
 
 
 WORKLOADS = {

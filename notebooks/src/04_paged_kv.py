@@ -265,8 +265,8 @@ print(f"to be found instead of computed: {len(prompts) - 1} x {whole} = {predict
 # %%
 sharing = memory.prefix_sharing(setting, prompts)
 SHARING = {"case": "case", "prompt_tokens": "prompt tokens", "computed": "computed", "found": "found",
-           "ttft_p50_ms": "time to first token, ms (p50 of the later ones)", "ttft_min_ms": "shortest",
-           "ttft_max_ms": "longest"}
+           "ttft_p50_ms": "time to first token, ms (p50 of the later ones)", "ttft_p50_ms_min": "shortest",
+           "ttft_p50_ms_max": "longest"}
 print(text_table(sharing.rows, SHARING))
 
 # %%

@@ -45,13 +45,13 @@ from minillm.measure.service import Service
 from minillm.measure.virtual import CostModel
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
-llama = ModelConfig.preset("llama-3-8b")
+llama = ModelConfig.preset("llama-3.1-8b")
 
 # %% [markdown]
 # ## Predict
 #
 # A GPU has 80 GB (10⁹ bytes each). A model of 8 billion weights takes 16 GB in 16 bits. Activations, workspaces and the
-# runtime take 4 GB. Everybody has a context of 4,096 tokens, and Llama-3-8B keeps 131,072 bytes a token.
+# runtime take 4 GB. Everybody has a context of 4,096 tokens, and Llama-3.1-8B keeps 131,072 bytes a token.
 #
 # How many people at once? Write it down. And how many with 8 bits per key and value?
 
@@ -73,13 +73,13 @@ request = 4096 * kv_bytes_per_token(llama, "bf16") / 1e9
 print(f"80 - 16 - 4 = {cache} GB for the cache; one request {request:.3f} GB; {cache} / {request:.3f} = "
       f"{cache / request:.1f}, so {int(cache / request)} requests")
 for kv_format in ("bf16", "int8"):
-    fits = capacity("llama-3-8b", 80, 16, 4, 4096, kv_format)
+    fits = capacity("llama-3.1-8b", 80, 16, 4, 4096, kv_format)
     print(f"{kv_format}: {fits.request_gb:.3f} GB a request, {fits.max_concurrent} at once; "
           f"the rule of thumb says {fits.rule_of_thumb}")
 
 # %% [markdown]
 # 8 bits are a little more than half of 16: each key and each value of 128 numbers also stores a scale, of 16 bits. So
-# the sum says 220, not 222. (Llama-3-8B has 8.03 billion weights, not 8. Their 16.06 GB cost one more: 219.)
+# the sum says 220, not 222. (Llama-3.1-8B has 8.03 billion weights, not 8. Their 16.06 GB cost one more: 219.)
 #
 # ## Does the memory agree?
 #
@@ -108,7 +108,7 @@ show_source(service.fill)
 pool_bytes = 60 * 10**9
 for kv_format in ("bf16", "int8"):
     ran = service.fill(llama, kv_format, pool_bytes, kv="slots").peaks["rows"]
-    fits = capacity("llama-3-8b", 80, 16, 4, 4096, kv_format).max_concurrent
+    fits = capacity("llama-3.1-8b", 80, 16, 4, 4096, kv_format).max_concurrent
     print(f"{kv_format}, a slot for each: {ran} at once; as the sum says: {ran == fits}")
 
 # %% [markdown]
@@ -154,7 +154,7 @@ contexts = [2**n for n in range(9, 18)]
 FORMATS = {"bf16": "16 bits", "int8": "8 bits", "int4": "4 bits, groups of 32"}
 plots.curves(
     {label: (contexts, [fits(context=context, kv_format=f) for context in contexts]) for f, label in FORMATS.items()},
-    f"Llama-3-8B on 80 GB: {fits():,} people at 4,096 tokens, {fits(context=131072)} at 131,072; "
+    f"Llama-3.1-8B on 80 GB: {fits():,} people at 4,096 tokens, {fits(context=131072)} at 131,072; "
     f"with 4 bits {fits(context=131072, kv_format='int4')}",
     "tokens of context", "requests at once", log_x=True, log_y=True,
 )
@@ -174,7 +174,7 @@ DEVICE_NAMES = ("a100-80gb", "h100", "h200")
 rows = []
 for device in DEVICE_NAMES:
     for kv_format in ("bf16", "int8"):
-        number = explore_capacity(device, "llama-3-8b", 4096, kv_format).fits
+        number = explore_capacity(device, "llama-3.1-8b", 4096, kv_format).fits
         seconds = CostModel.of_device(device, llama, kv_format).seconds(StepShape.decode([4096] * number))
         rows.append({"device": device, "kv_format": kv_format, "fits": number, "step_ms": seconds * 1e3,
                      "tokens_per_s": number / seconds})
@@ -272,7 +272,7 @@ print(f"pages: {records.peaks['rows']} at once at the peak; {records.totals['pre
 # costs a step its own reading time.
 
 # %%
-curve = {context: explore_capacity("a100-80gb", "llama-3-8b", context, "bf16") for context in (512, 4096)}
+curve = {context: explore_capacity("a100-80gb", "llama-3.1-8b", context, "bf16") for context in (512, 4096)}
 plots.curves(
     {f"{context:,} tokens each, {found.fits:,} fit":
      ([n for n in found.rows if n <= 512], [v for n, v in zip(found.rows, found.tokens_per_s, strict=True) if n <= 512])
@@ -317,14 +317,14 @@ print(ledger({**dict.fromkeys(("C1", "C2", "C5", "C7", "C10"), sums), "C4": memo
 #
 # ## Exercise
 #
-# You have one L4 (24 GB) and want to serve Llama-3-8B to 20 people with 4,096 tokens each. The overhead is 2 GB. Find
+# You have one L4 (24 GB) and want to serve Llama-3.1-8B to 20 people with 4,096 tokens each. The overhead is 2 GB. Find
 # bits for the weights (4 take 4.5 GB with their scales, 8 take 8 GB) and for the cache that do it. The check computes
 # with your choice. In [exercise 1](../exercises/01_step_cost.ipynb) you write the sum itself.
 
 # %%
 weights_in_gb, kv_bits = 16, "bf16"
 
-people = capacity("llama-3-8b", 24, weights_in_gb, 2, 4096, kv_bits).max_concurrent
+people = capacity("llama-3.1-8b", 24, weights_in_gb, 2, 4096, kv_bits).max_concurrent
 print(f"{people} people: {'enough' if people >= 20 else 'not enough yet'}")
 
 # %% [markdown]

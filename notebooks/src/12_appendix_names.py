@@ -86,8 +86,8 @@ except LookupError as error:
 #
 # ```
 # vllm serve MODEL --served-model-name NAME --port 8000
-# minillm bench chat --url http://127.0.0.1:8000/v1 --clients 8 --requests 96 --scale 0.1 --model NAME
-# minillm bench chat --clients 8 --requests 96 --scale 0.1
+# minillm bench chat --url http://127.0.0.1:8000/v1 --clients 8 --requests 96 --scale 0.1 --seed 0 --model NAME
+# minillm bench chat --clients 8 --requests 96 --scale 0.1 --seed 0
 # ```
 #
 # The first reports TTFT, ITL and latency as the client sees them, the second the same of this engine, without a network

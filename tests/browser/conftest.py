@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -47,9 +48,15 @@ def browser():
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory):
-    """The address of a JupyterLab on loopback, over a copy of the notebooks; prefix of a notebook's own address."""
+    """A JupyterLab on loopback, started as `make lab` does over a copy of the pages: a page's name to its address.
+
+    "" is where the browser is sent first.
+    """
     work = tmp_path_factory.mktemp("lab")
-    shutil.copytree(ROOT / "notebooks", work / "notebooks")
+    for folder in ("notebooks", "exercises"):
+        shutil.copytree(ROOT / folder, work / folder)
+    shutil.copy(ROOT / "README.md", work)
+    arguments = re.search(r"-m jupyterlab (.+)", (ROOT / "Makefile").read_text(encoding="utf-8"))[1].split()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -59,10 +66,10 @@ def lab(tmp_path_factory):
     settings.write_text('{"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": true}}')
     env = os.environ | {"MINILLM_QUICK": "1", "PYTHONPATH": str(ROOT), "JUPYTER_CONFIG_DIR": str(work / "config")}
     server = subprocess.Popen(
-        [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}",
-         f"--IdentityProvider.token={token}", "--LabApp.check_for_updates_class="
-         "jupyterlab.NeverCheckForUpdate", str(work / "notebooks")],
-        env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        [sys.executable, "-m", "jupyterlab", *arguments, "--no-browser", "--allow-root", "--ip=127.0.0.1",
+         f"--port={port}", f"--IdentityProvider.token={token}", "--LabApp.check_for_updates_class="
+         "jupyterlab.NeverCheckForUpdate"],
+        cwd=work, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )
     address = f"http://127.0.0.1:{port}"
     for _ in range(240):
@@ -73,6 +80,6 @@ def lab(tmp_path_factory):
             time.sleep(0.5)
     else:
         raise RuntimeError("JupyterLab did not answer within 120 s")
-    yield lambda name: f"{address}/lab/tree/{name}?token={token}&reset"
+    yield lambda name: f"{address}/lab/tree/{name}?token={token}&reset" if name else f"{address}/?token={token}"
     server.terminate()
     server.wait(timeout=30)

@@ -1,4 +1,4 @@
-"""A real browser opens three notebooks in JupyterLab, runs all cells, and moves a slider by keyboard: `make browser`.
+"""A real browser in JupyterLab follows a link of each kind, and moves sliders by keyboard: `make browser`.
 
 Not part of `make test`, since it needs a browser. Screenshots are left in tests/browser/screenshots.
 """
@@ -31,7 +31,7 @@ def run_all(page) -> None:
 @pytest.mark.parametrize("name", ["03_continuous_batching", "04_paged_kv", "08_capacity"])
 def test_a_slider_moved_by_keyboard_changes_the_picture(browser, lab, name):
     page = browser.new_page(viewport={"width": 1280, "height": 1000})
-    page.goto(lab(f"{name}.ipynb"), timeout=2 * MINUTES)
+    page.goto(lab(f"notebooks/{name}.ipynb"), timeout=2 * MINUTES)
     run_all(page)
     assert not page.query_selector('[data-mime-type="application/vnd.jupyter.error"]'), "a cell failed"
     panel = page.locator(PANEL).first
@@ -52,4 +52,41 @@ def test_a_slider_moved_by_keyboard_changes_the_picture(browser, lab, name):
     SCREENSHOTS.mkdir(exist_ok=True)
     panel.screenshot(path=SCREENSHOTS / f"{name}.png")
     page.screenshot(path=SCREENSHOTS / f"{name}_page.png")
+    page.close()
+
+
+def test_the_course_opens_on_its_first_page(browser, lab):
+    page = browser.new_page()
+    page.goto(lab(""), timeout=2 * MINUTES)
+    page.wait_for_selector('.jp-mod-current .lm-TabBar-tabLabel:has-text("00_your_machine.ipynb")', timeout=2 * MINUTES)
+    page.close()
+
+
+@pytest.mark.parametrize(
+    ("start", "target"),
+    [
+        ("notebooks/00_your_machine.ipynb", "notebooks/01_decode_loop.ipynb"),
+        ("notebooks/00_your_machine.ipynb", "notebooks/CLAIMS.md"),
+        ("notebooks/00_your_machine.ipynb", "exercises/01_step_cost.ipynb"),
+        ("exercises/01_step_cost.ipynb", "notebooks/01_decode_loop.ipynb"),
+    ],
+)
+def test_a_link_of_each_kind_opens_what_it_names(browser, lab, start, target):
+    page = browser.new_page(viewport={"width": 1280, "height": 1000})
+    page.goto(lab(start), timeout=2 * MINUTES)
+    page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=2 * MINUTES)
+    link = page.locator(f'.jp-RenderedMarkdown a[href*="/files/{target}"]').first
+    page.mouse.move(640, 500)
+    for _ in range(300):  # cells are rendered as they come into view
+        if link.count():
+            break
+        page.mouse.wheel(0, 1000)
+        page.wait_for_timeout(200)
+    link.scroll_into_view_if_needed(timeout=MINUTES)
+    link.click()
+    name = Path(target).name
+    page.wait_for_selector(f'.lm-TabBar-tab.jp-mod-current .lm-TabBar-tabLabel:has-text("{name}")', timeout=MINUTES)
+    page.wait_for_selector(".lm-DockPanel-widget:not(.lm-mod-hidden) :is(.jp-Notebook, .jp-FileEditor, "
+                           ".jp-MarkdownViewer)", timeout=MINUTES)
+    assert not page.query_selector(".jp-Dialog"), "it says that the file cannot be opened"
     page.close()

@@ -318,7 +318,7 @@ def test_a_draft_length_is_a_whole_number(value):
 
 def test_a_context_beyond_the_models_positions_is_refused():
     model = tiny_model(max_position_embeddings=32)
-    with pytest.raises(ValueError, match="max_context 64 is longer than the model's 32 positions"):
+    with pytest.raises(ValueError, match="max_context 64 > 32 tokens that this model's positions"):
         Engine(model, max_context=64)
     assert Engine(model, max_context=32).max_context == Engine(model).max_context == 32
 

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import mean, median, pstdev
 
+import numpy as np
 import torch
 
 from minillm.course.experiments.common import (
     WARM_UPS,
+    Key,
     count,
     decode_seconds,
+    engine_for,
     random_prompts,
-    serve,
+    spread_columns,
     step_row,
+    time_in_turns,
     timed_step,
     warm_up,
 )
+from minillm.course.experiments.prediction import TurnClock, TurnRun, in_turns
 from minillm.course.figures import LATENCIES, flat
 from minillm.course.setting import Setting, timed
 from minillm.fast.engine import Engine
@@ -37,21 +42,61 @@ from minillm.measure.workload import WorkItem, articles_static, chat, lognormal
 
 COUNTED_SHAPE = "smollm2-135m"  # any will do: nothing is computed
 
+# -- loads in turns -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests, the clients of a closed loop (None gives all at the start), and settings of the engine."""
+
+    items: Sequence[WorkItem]
+    clients: int | None
+    settings: dict
+
+
+def play_in_turns(setting: Setting, label: str, loads: Mapping[Key, Load], turns: int) -> list[dict[Key, Records]]:
+    """The records of each load in each turn, or in as many turns as the budget allows.
+
+    On a CPU the loads of a turn are played together, a step of each, and every engine's clock stands still
+    meanwhile (`in_turns`). A GPU launches steps ahead, into another's turn, so there they follow one another.
+    """
+    found, together = [], not setting.gpu
+    for turn in setting.within_budget(range(1, turns + 1)):
+        runs = {key: turn_run(setting.timed_model, load, together) for key, load in loads.items()}
+        total = sum(run.output_tokens for run in runs.values())
+        with setting.progress(f"{label}: turn {turn} of {turns}, tokens", total) as bar:
+            for group in [list(runs.values())] if together else [[run] for run in runs.values()]:
+                in_turns(group, bar.update)
+        found.append({key: run.engine.records for key, run in runs.items()})
+    for key in loads:
+        setting.watch.compare_steps(step for run in found for step in run[key].steps)
+    return found
+
+
+def turn_run(model, load: Load, together: bool) -> TurnRun:
+    """A load on a new engine whose clock runs in its own turns alone."""
+    engine = engine_for(model, load.items, clock=TurnClock(time.perf_counter), **load.settings)
+    engine.runs_ahead = engine.runs_ahead and not together
+    return TurnRun(engine, load.items, load.clients or len(load.items))
+
+
+# -- rows of a step -------------------------------------------------------------------------------
+
+
 
 @timed
 def batch_curve(setting: Setting) -> Measurement:
     """A decode step's time, and the tokens per second it gives, by the rows that share it."""
-    rows, spreads = [], []
     sizes = setting.size((1, 8, 32, 64), (1, 2, 4, 8, 16, 32, 64, 128), (1, 2, 4, 8, 16, 32, 64, 128, 256))
-    for number in setting.each("batch_curve", sizes):
-        work, spread = timed_step(setting, "decode", number, tokens=16, repeats=setting.size(8, 16))
-        rows.append({"rows": number, **step_row(setting, work, spread, number)})
-        spreads.append(spread)
-    for row in rows:
+    turns, repeats = setting.size((3, 3), (5, 4), (5, 16))
+    steps = {number: timed_step(setting, "decode", number, 16, repeats, turns) for number in sizes}
+    found = time_in_turns(setting, "batch_curve", steps, turns)
+    rows = [{"rows": number, **turns.columns()} for number, turns in found.items()]
+    for row, turns in zip(rows, found.values(), strict=True):
         row |= {"times_step": row["step_ms"] / rows[0]["step_ms"],
                 "times_tokens": row["tokens_per_s"] / rows[0]["tokens_per_s"],
-                "tokens_per_s_each": row["tokens_per_s"] / row["rows"]}
-    return setting.measured("batch_curve", rows, spreads[0])
+                **spread_columns("tokens_per_s_each", [1 / seconds for seconds in turns.seconds])}
+    return setting.measured("batch_curve", rows, found[sizes[0]].spread)
 
 
 @timed
@@ -102,27 +147,44 @@ def generate_step_seconds(reference, prompts: Sequence[Sequence[int]], steps: in
     return Spread.of([after - before for before, after in pairwise(times)][warmups:], warmups)
 
 
+# -- the knee -------------------------------------------------------------------------------------
+
+REQUESTS_A_CLIENT = 8  # on average: a client that asks once or twice shows a run's start and end, and no queue
+RESAMPLES = 200
+OUTSIDE = 0.025  # the share of resamples whose knee may lie beyond either end of the interval
+
+
 @timed
 def knee(setting: Setting) -> Measurement:
-    """A closed loop of more and more clients, and the knee by `knee_of`."""
-    model, rows = setting.timed_model, []
-    clients = setting.size((1, 4, 16, 32, 64), (1, 2, 4, 8, 16, 24, 32, 48, 64),
+    """A closed loop of more and more clients, and the knee by `knee_of`, with the interval in which it lies.
+
+    Prompts are of one token, so that every row of a step decodes. `knee_share` is the share of resamples in which the
+    knee lies at a row; `power_min` and `power_max` leave out a fortieth of them at either end.
+    """
+    model = setting.timed_model
+    clients = setting.size((1, 4, 8, 16), (1, 2, 4, 8, 16, 24, 32, 48, 64, 128),
                            (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512))
-    mean_tokens, prompt = setting.size((8, 8), (12, 8), (128, 64))
+    mean_tokens, prompt = setting.size((6, 1), (8, 1), (32, 16))
     warm_up(model)
-    for number in setting.each("knee", clients):
-        items = lognormal(0.3, max(number + number // 2, 4), mean_tokens, prompt, seed=setting.seed)
-        records = serve(model, items, number, max_batch=number, max_step_tokens=max(256, 2 * number))
-        setting.watch.compare_steps(records.steps)
-        found = metrics.summary(records)
-        rows.append({
-            "clients": number, "mean_rows": found["batch"]["mean_rows"], "tokens_per_s": found["output_tokens_per_s"],
-            "tokens_per_s_each": found["output_tokens_per_s"] / number, **flat(found, *LATENCIES),
-        })
-    at = knee_of(rows)
-    for row in rows:
-        row |= {"power": power(row), "knee": "<- knee" if row is at else ""}
-    return setting.measured("knee", rows)
+    loads = {n: Load(lognormal(0.3, REQUESTS_A_CLIENT * n, mean_tokens, prompt, seed=setting.seed), n,
+                     {"max_batch": n, "max_step_tokens": max(256, 2 * n)}) for n in clients}
+    runs = play_in_turns(setting, "knee", loads, turns=3)
+    rows = [{"clients": n, "requests_per_client": REQUESTS_A_CLIENT, "turns": len(runs),
+             **loop_columns([metrics.summary(run[n]) for run in runs], n)} for n in clients]
+    add_powers(rows, [{n: Answered.of(run[n]) for n in clients} for run in runs], setting.seed)
+    speed = [knee_of(rows)[f"tokens_per_s{end}"] for end in ("_min", "", "_max")]
+    return setting.measured("knee", rows, Spread(*speed, repeats=len(runs), warmups=1))
+
+
+def loop_columns(summaries: Sequence[dict], clients: int) -> dict:
+    """What the turns of a closed loop found: medians, and the spread of the two figures of the knee."""
+    found = [flat(each, "tokens_per_s", "mean_rows", *LATENCIES) for each in summaries]
+    columns = {name: median(each[name] for each in found) for name in found[0]}
+    speeds, gaps = ([each[name] for each in found] for name in ("tokens_per_s", "itl_p50_ms"))
+    return {
+        "mean_rows": columns.pop("mean_rows"), **spread_columns("tokens_per_s", speeds),
+        "tokens_per_s_each": median(speeds) / clients, **columns, **spread_columns("itl_p50_ms", gaps),
+    }
 
 
 def power(row: dict) -> float:
@@ -138,6 +200,73 @@ def knee_of(rows: Sequence[dict]) -> dict:
     as long as what they share.
     """
     return max(rows, key=power)
+
+
+def knees_of(rows: Sequence[dict]) -> list[dict]:
+    """The rows at which the knee may lie: from the first to the last that more than `OUTSIDE` of the resamples reach.
+
+    Of rows without resamples `knee_of` alone.
+    """
+    if any(row.get("knee_share") is None for row in rows):
+        return [knee_of(rows)]
+    reached = np.cumsum([row["knee_share"] for row in rows])
+    return [row for row, upto in zip(rows, reached, strict=True)
+            if upto > OUTSIDE and upto - row["knee_share"] < 1 - OUTSIDE]
+
+
+def add_powers(rows: Sequence[dict], turns: Sequence[Mapping[int, Answered]], seed: int) -> None:
+    """Give each row its power, where it lies in the resamples of these turns, and the share in which its knee is."""
+    powers, at = resampled_powers(turns, seed), knee_of(rows)
+    knees = powers.argmax(1)
+    for i, row in enumerate(rows):
+        low, high = np.quantile(powers[:, i], (OUTSIDE, 1 - OUTSIDE)).tolist()
+        row |= {"power": power(row), "power_min": min(low, power(row)), "power_max": max(high, power(row)),
+                "knee_share": float((knees == i).mean()), "knee": "<- knee" if row is at else ""}
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What a closed loop's requests tell of its power. tokens, seconds [R]: of each request, from arrival to finish;
+    gaps [G]: between two tokens of one request, of_request [G]; present: requests under way on average."""
+
+    tokens: np.ndarray
+    seconds: np.ndarray
+    gaps: np.ndarray
+    of_request: np.ndarray
+    present: float
+
+    @classmethod
+    def of(cls, records: Records) -> Answered:
+        requests = records.requests
+        seconds = np.array([request.finish - request.arrival for request in requests])
+        gaps = [metrics.step_gaps(request)[0] for request in requests]
+        return cls(np.array([request.output_tokens for request in requests]), seconds, np.concatenate(gaps),
+                   np.repeat(range(len(gaps)), [len(each) for each in gaps]),
+                   seconds.sum() / (records.ended - records.began))
+
+    def figures(self, drawn: np.ndarray) -> tuple[float, float]:
+        """Tokens per second, and the median gap in ms, had these been the requests [R]; some are drawn repeatedly.
+
+        By Little's law: as many are present, and each takes its own time, so their rate follows.
+        """
+        tokens_per_s = self.present * self.tokens[drawn].sum() / self.seconds[drawn].sum()
+        times = np.bincount(drawn, minlength=len(self.tokens))
+        return tokens_per_s, 1e3 * metrics.percentile(np.repeat(self.gaps, times[self.of_request]), 50)
+
+
+def resampled_powers(turns: Sequence[Mapping[int, Answered]], seed: int, resamples: int = RESAMPLES) -> np.ndarray:
+    """The power of each number of clients in each resample [resamples, clients] (bootstrap: Efron, 1979).
+
+    A resample draws turns, since all requests of a turn share the machine's mood, and in each of them requests.
+    """
+    draw, powers = np.random.default_rng(seed), []
+    for _ in range(resamples):
+        drawn = draw.integers(len(turns), size=len(turns))
+        found = [[each.figures(draw.integers(len(each.tokens), size=len(each.tokens))) for each in turns[turn].values()]
+                 for turn in drawn]  # [turns][clients] pairs
+        speeds, gaps = np.median(found, axis=0).T
+        powers.append(speeds / gaps)
+    return np.array(powers)
 
 
 def idle_slots(setting: Setting) -> Measurement:
@@ -176,34 +305,33 @@ def continuous_vs_static(setting: Setting) -> Measurement:
     """The policies on the lengths of real chats, in the same bytes, which alone limit the batch.
 
     "answers only" has the same answers after prompts of one token: what the policy is worth
-    once prompts are no part of it. Runs take turns, and the medians are compared.
+    once prompts are no part of it. A gain is taken within a turn, and `times_static` is their median.
     """
     model = setting.timed_model
-    requests, scale, turns = setting.size((24, 0.04, 1), (32, 0.1, 3), (256, 1.0, 1))
+    requests, scale = setting.size((12, 0.03), (48, 0.1), (256, 1.0))
     items = chat(requests, scale=scale, seed=setting.seed)
     token_bytes = kv_bytes_per_token(model.config, native_format(model.dtype))
     parts = {"whole run": items, "answers only": [replace(item, prompt_ids=item.prompt_ids[:1]) for item in items]}
     warm_up(model)
-    runs: dict[tuple[str, str], list[dict]] = {(part, setup): [] for part in parts for setup in SETUPS}
-    for part, setup in setting.each("continuous_vs_static", [*runs] * turns):
-        memory = tokens_of_slots(parts[part], 8) * token_bytes
-        records = serve(model, parts[part], kv_memory=memory, max_batch=64, **SETUPS[setup])
-        runs[part, setup].append(metrics.summary(records))
-    rows: list[dict] = []
-    for (part, setup), found in runs.items():
-        if found:  # else the budget was spent
-            static = next((row["tokens_per_s"] for row in rows if row["part"] == part), None)
-            rows.append({"part": part, "setup": setup, **policy_row(found, static)})
+    rows = []
+    for part, asked in parts.items():
+        limits = {"kv_memory": tokens_of_slots(asked, 8) * token_bytes, "max_batch": 64}
+        loads = {setup: Load(asked, None, {**limits, **settings}) for setup, settings in SETUPS.items()}
+        runs = play_in_turns(setting, f"continuous_vs_static, {part}", loads, turns=3)
+        common = {"requests": requests, "turns": len(runs)}
+        rows += [{"part": part, "setup": setup, **common, **policy_row(runs, setup)} for setup in SETUPS]
     return setting.measured("continuous_vs_static", rows)
 
 
-def policy_row(runs: Sequence[dict], static: float | None) -> dict:
-    """What the summaries of equal runs say; static: tokens per second of the first set-up, None for itself."""
-    speeds, one = [run["output_tokens"] / run["busy_s"] for run in runs], runs[0]  # the counts are equal in all
+def policy_row(runs: Sequence[Mapping[str, Records]], setup: str) -> dict:
+    """What the turns of a set-up found, and beside the first set-up of the same turn; counts are equal in all."""
+    one = metrics.summary(runs[0][setup])
+    speeds, static = ([metrics.summary(run[name])["output_tokens"] / run[name].totals["busy_seconds"] for run in runs]
+                      for name in (setup, next(iter(SETUPS))))
+    gains = [speed / other for speed, other in zip(speeds, static, strict=True)]
     return {
         "steps": one["steps"], "mean_rows": one["batch"]["mean_rows"], "idle_share": one["batch"]["idle_share"],
-        "tokens_per_s": median(speeds), "min": min(speeds), "max": max(speeds),
-        "times_static": median(speeds) / static if static else 1.0,
+        **spread_columns("tokens_per_s", speeds), **spread_columns("times_static", gains),
     }
 
 
@@ -214,40 +342,37 @@ def tokens_of_slots(items: Sequence[WorkItem], slots: int) -> int:
 
 
 @timed
-def gain_by_spread(setting: Setting, repeats: int | None = None) -> Measurement:
+def gain_by_spread(setting: Setting, repeats: int = 3) -> Measurement:
     """Continuous over static batching on the same requests, by the spread of their answers' lengths.
 
-    Each is run `repeats` times, in turns, and which is first alternates. A step counts at the
-    fastest of its repeats, which all did the same work: the rest is the machine's noise.
+    repeats: turns of each. A gain is taken within a turn, and the median is shown.
     """
-    model, rows = setting.timed_model, []
-    requests, mean_tokens, usual = setting.size((16, 8, 2), (32, 12, 4), (128, 64, 4))
-    warm_up(model)
-    for cv in setting.each("gain_by_spread", (0.0, 0.5, 1.0, 2.0)):
+    rows: list[dict] = []
+    requests, mean_tokens, spreads = setting.size((32, 8, (0.0, 1.0)), (32, 12, (0.0, 0.5, 1.0, 2.0)),
+                                                  (128, 64, (0.0, 0.5, 1.0, 2.0)))
+    warm_up(setting.timed_model)
+    for cv in setting.within_budget(spreads):
         items = lognormal(cv, requests=requests, mean_tokens=mean_tokens, prompt_tokens=8)
-        runs: dict[str, list[Records]] = {"static": [], "continuous": []}
-        for turn in range(repeats or usual):
-            for batching in reversed(runs) if turn % 2 else runs:
-                runs[batching].append(serve(model, items, batching=batching, max_batch=8))
-        rows.append({"cv": cv, **spread_row(items, **runs)})
+        loads = {batching: Load(items, None, {"batching": batching, "max_batch": 8})
+                 for batching in ("static", "continuous")}
+        runs = play_in_turns(setting, f"gain_by_spread, CV {cv:g}", loads, repeats)
+        rows.append({"cv": cv, **spread_row(items, runs)})
     return setting.measured("gain_by_spread", rows)
 
 
-def undisturbed(runs: Sequence[Records]) -> float:
-    """Seconds that the steps of a run take, each at the fastest of the runs. ValueError if their steps differ."""
-    return sum(map(min, zip(*[[step.duration for step in run.steps] for run in runs], strict=True)))
-
-
-def spread_row(items: Sequence[WorkItem], static: Sequence[Records], continuous: Sequence[Records]) -> dict:
-    """The spread as drawn, steps and speeds of both policies; times_tokens_min and _max are those of single turns."""
-    lengths = [item.output_tokens for item in items]
-    seconds, steps = (undisturbed(static), undisturbed(continuous)), (len(static[0].steps), len(continuous[0].steps))
-    ratios = [a.totals["busy_seconds"] / b.totals["busy_seconds"] for a, b in zip(static, continuous, strict=True)]
+def spread_row(items: Sequence[WorkItem], runs: Sequence[Mapping[str, Records]]) -> dict:
+    """The spread as drawn, and steps and speeds of both policies over the turns."""
+    lengths, first = [item.output_tokens for item in items], runs[0]
+    static, continuous = ([run[name].totals["busy_seconds"] for run in runs] for name in ("static", "continuous"))
+    steps = {name: len(records.steps) for name, records in first.items()}
     return {
-        "drawn_cv": pstdev(lengths) / mean(lengths), "static_steps": steps[0], "continuous_steps": steps[1],
-        "times_steps": steps[0] / steps[1], "idle_share": metrics.batch(static[0])["idle_share"],
-        "static_tokens_per_s": sum(lengths) / seconds[0], "continuous_tokens_per_s": sum(lengths) / seconds[1],
-        "times_tokens_per_s": seconds[0] / seconds[1], "times_tokens_min": min(ratios), "times_tokens_max": max(ratios),
+        "drawn_cv": pstdev(lengths) / mean(lengths), "static_steps": steps["static"],
+        "continuous_steps": steps["continuous"], "times_steps": steps["static"] / steps["continuous"],
+        "idle_share": metrics.batch(first["static"])["idle_share"],
+        **spread_columns("static_tokens_per_s", [sum(lengths) / seconds for seconds in static]),
+        **spread_columns("continuous_tokens_per_s", [sum(lengths) / seconds for seconds in continuous]),
+        **spread_columns("times_tokens_per_s", [a / b for a, b in zip(static, continuous, strict=True)]),
+        "turns": len(runs),
     }
 
 

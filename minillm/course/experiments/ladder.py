@@ -16,9 +16,10 @@ from statistics import mean, median, pstdev
 
 import torch
 
+from minillm.course.experiments.common import spread_columns
 from minillm.course.prompts import CHAT_PROMPTS, COPY_PROMPTS
 from minillm.course.setting import Progress, Setting, silent
-from minillm.course.show.tables import cell, text_table
+from minillm.course.show.tables import cell, text_table, with_range
 from minillm.fast.engine import Engine
 from minillm.fast.memory import native_format
 from minillm.ladder.decode import NoCache, decode_cached, decode_recomputing
@@ -268,17 +269,11 @@ def _row(model, task: Task, runs: Sequence[Sequence[Run]], reference) -> dict:
     return {
         "rung": rung.number, "name": rung.name, "adds": rung.adds, "alone": rung.alone, "requests": len(task.items),
         "output_tokens": sum(map(len, mine[0].outputs)), "turns": len(mine),
-        **_spread("tokens_per_s", [run.tokens_per_s for run in mine]),
-        **_spread("times_rung_before", times),
+        **spread_columns("tokens_per_s", [run.tokens_per_s for run in mine]),
+        **spread_columns("times_rung_before", times),
         **{column: median(run.details[column] for run in mine) for column in mine[0].details},
         **_compared(model, task, mine, reference),
     }
-
-
-def _spread(column: str, values: Sequence[float] | None) -> dict:
-    """A column's median, and its lowest and highest value under names of their own; all None of None."""
-    of = {"": median, "_min": min, "_max": max}
-    return {f"{column}{end}": values and function(values) for end, function in of.items()}
 
 
 def _compared(model, task: Task, runs: Sequence[Run], reference) -> dict:
@@ -346,7 +341,7 @@ def ladder_table(rows: Sequence[dict]) -> str:
     shown = [
         {
             **row, **({} if row["requests"] == all_requests or row["alone"] else NOT_COMPARABLE),
-            "rung": f"{row['rung']} {row['name']}", "tokens_per_s": _with_range(row, "tokens_per_s"),
+            "rung": f"{row['rung']} {row['name']}", "tokens_per_s": with_range(row, "tokens_per_s"),
             "times": _times(row, before),
             "kv": f"{cell(row['kv_used_mb'])} of {cell(row['kv_held_mb'])}" if row["kv_held_mb"] else "-",
             "same": f"{row['agreement_percent']:.0f} %" if row["identical"] is None else cell(row["identical"]),
@@ -354,10 +349,6 @@ def ladder_table(rows: Sequence[dict]) -> str:
         for row, before in zip(rows, [None, *rows], strict=False)
     ]
     return text_table(shown, COLUMNS)
-
-
-def _with_range(row: dict, column: str) -> str:
-    return f"{cell(row[column])} ({cell(row[column + '_min'])}-{cell(row[column + '_max'])})"
 
 
 def _times(row: dict, before: dict | None) -> str:

@@ -5,14 +5,21 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from statistics import mean
+from statistics import median
 
 import torch
 
-from minillm.course.experiments.common import decode_seconds, step_row, timed_step
+from minillm.course.experiments.common import (
+    TimedStep,
+    Turns,
+    spread_columns,
+    step_row,
+    time_in_turns,
+    timed_step,
+)
 from minillm.course.setting import Setting, timed
 from minillm.fast.model import FastLlama
 from minillm.ladder.decode import NoCache, SequenceCache
@@ -22,6 +29,7 @@ from minillm.load.weights import RandomTensors, make_model
 from minillm.measure import metrics
 from minillm.measure.measurement import Measurement, Spread, time_seconds
 from minillm.measure.roofline import Ceilings, StepShape, StepWork, least_work, shape_of
+from minillm.model.llama import Llama
 
 # -- steps beside the roofline --------------------------------------------------------------------
 
@@ -33,9 +41,9 @@ def roofline_steps(setting: Setting) -> Measurement:
     cases = [("decode", n, 64 - steps // 2, steps) for n in setting.size((1, 8), (1, 2, 8, 32), (1, 8, 32, 128))]
     cases += [("prefill", 1, n, 3) for n in setting.size((16, 64), (16, 64, 256, 512), (64, 256, 1024, 4096))]
     for phase, number, tokens, repeats in setting.each("roofline_steps", cases):
-        work, spread = timed_step(setting, phase, number, tokens, repeats)
-        fed = tokens if phase == "prefill" else number
-        rows.append({"kind": phase, "tokens": fed, **roofline_row(setting, work, spread, fed)})
+        step = timed_step(setting, phase, number, tokens, repeats)
+        spread = Spread.of(step.seconds(), warmups=1)
+        rows.append({"kind": phase, "tokens": step.tokens, **roofline_row(setting, step.work, spread, step.tokens)})
         spreads.append(spread)
     bandwidth = setting.ceilings.bytes_per_s / 1e9
     return setting.measured("roofline_steps", rows, spreads[0], bandwidth_gb_per_s=bandwidth)
@@ -81,18 +89,24 @@ def narrowed(model: FastLlama, divisor: int) -> FastLlama:
 @timed
 def decode_step(setting: Setting) -> Measurement:
     """One row's step, of the model and of its first half, quarter and eighth of layers: time against bytes read."""
-    model, context, rows, spreads = setting.timed_model, 32, [], []
+    model, context = setting.timed_model, 32
     depth = model.config.num_hidden_layers
-    for layers in setting.each("decode_step", sorted({max(1, depth // part) for part in (1, 2, 4, 8)}, reverse=True)):
-        cut = first_layers(model, layers)
-        spread = time_seconds(one_cached_step(cut, context), model.device, warmups=3, repeats=setting.size(7, 21))
-        work = setting.work(StepShape.decode([context]), cut)
-        rows.append({
-            "layers": layers, "weight_mb": cut.weight_bytes / 1e6,
-            "read_ms": work.bytes / setting.ceilings.bytes_per_s * 1e3, **step_row(setting, work, spread, tokens=1),
-        })
-        spreads.append(spread)
-    return setting.measured("decode_step", rows, spreads[0])
+    cuts = {n: first_layers(model, n) for n in sorted({max(1, depth // part) for part in (1, 2, 4, 8)}, reverse=True)}
+    work = {layers: setting.work(StepShape.decode([context]), cut) for layers, cut in cuts.items()}
+    steps = {layers: model_step(work[layers], one_cached_step(cut, context), model, setting.size(3, 7))
+             for layers, cut in cuts.items()}
+    found = time_in_turns(setting, "decode_step", steps, turns=5)
+    rows = [{"layers": layers, "weight_mb": cuts[layers].weight_bytes / 1e6,
+             "read_ms": median(work[layers].bytes / limits.bytes_per_s * 1e3 for limits in turns.limits),
+             **turns.columns()} for layers, turns in found.items()]
+    return setting.measured("decode_step", rows, found[depth].spread)
+
+
+def model_step(
+    work: StepWork, step: Callable[[], object], model: Llama, repeats: int = 3, warmups: int = 1
+) -> TimedStep:
+    """A step of one token that calls the model without an engine: `repeats` times, after `warmups` not counted."""
+    return TimedStep(work, 1, lambda: time_seconds(step, model.device, warmups, repeats).readings)
 
 
 def first_layers(model: FastLlama, layers: int) -> FastLlama:
@@ -112,20 +126,38 @@ def cost_by_length(setting: Setting) -> Measurement:
     Computing all of it is also what the prefill of such a prompt costs. The tokens are
     arbitrary: the arithmetic does not depend on which they are.
     """
-    model, rows, spreads = setting.timed_model, [], []
-    lengths = setting.size((4, 16, 64, 256, 1024), (4, 8, 16, 64, 256, 512, 1024, 2048, 4096, 8192))
-    recompute_up_to = setting.size(256, 1024, 8192)
-    lengths = [length for length in lengths if length <= model.config.max_position_embeddings]
-    for length in setting.each("cost_by_length", lengths):
-        cached = time_seconds(one_cached_step(model, length), model.device, warmups=1)
-        again = None
-        if length <= recompute_up_to:
-            again = time_seconds(one_recomputing_step(model, length), model.device, warmups=1, repeats=3).median * 1e3
+    model = setting.timed_model
+    lengths = setting.size((4, 16, 64, 128, 512, 2048), (4, 8, 16, 64, 256, 512, 1024, 2048, 4096, 8192))
+    recompute_up_to = setting.size(512, 1024, 8192)
+    steps = {}
+    for length in (length for length in lengths if length <= model.config.max_position_embeddings):
         work = setting.work(StepShape.decode([length]))
-        rows.append({"context_tokens": length, "recompute_ms": again, "cached_ms": cached.median * 1e3,
-                     "read_mb": work.bytes / 1e6, **setting.shares(work, cached.median)})
-        spreads.append(cached)
-    return setting.measured("cost_by_length", rows, spreads[0])
+        steps[length, "cached"] = cached_step(model, work, length)
+        if length <= recompute_up_to:
+            again = one_recomputing_step(model, length)
+            again()  # a long text's turn has no warm-up of its own
+            short = length <= 64
+            steps[length, "again"] = model_step(work, again, model, repeats=3 if short else 1, warmups=short)
+    found = time_in_turns(setting, "cost_by_length", steps, turns=setting.size(3, 5))
+    rows = [length_row(length, turns, found.get((length, "again"))) for (length, how), turns in found.items()
+            if how == "cached"]
+    return setting.measured("cost_by_length", rows, next(iter(found.values())).spread)
+
+
+def cached_step(model: Llama, work: StepWork, length: int) -> TimedStep:
+    """A step after `length` - 1 stored tokens. Its cache is made for each turn: those of all lengths may not fit."""
+    return TimedStep(work, 1, lambda: model_step(work, one_cached_step(model, length), model).seconds())
+
+
+def length_row(length: int, cached: Turns, again: Turns | None) -> dict:
+    """A text's length, and what its next token takes with a cache and, where that was measured, without."""
+    return {
+        "context_tokens": length,
+        **spread_columns("recompute_ms", again and [seconds * 1e3 for seconds in again.seconds]),
+        **spread_columns("cached_ms", [seconds * 1e3 for seconds in cached.seconds]),
+        "read_mb": cached.step.work.bytes / 1e6, **cached.shares(),
+        "turns": min(len(each.readings) for each in (cached, again) if each),
+    }
 
 
 def one_recomputing_step(model: FastLlama, length: int):
@@ -156,18 +188,18 @@ def one_cached_step(model: FastLlama, length: int):
 @timed
 def prefill(setting: Setting) -> Measurement:
     """Prompts by length and number, each case in one step; and decode steps of as many rows."""
-    rows, spreads = [], []
-    lengths = setting.size((32, 128, 512), (32, 128, 512, 1024), (32, 128, 512, 2048, 8000))
-    each, repeats = setting.size(64, 128, 512), setting.size(2, 3)
-    cases = [("prefill", 1, length, repeats) for length in lengths]
-    cases += [(phase, n, each, times) for phase, times in (("prefill", repeats), ("decode", 8)) for n in (1, 2, 8)]
-    for phase, number, tokens, repeats in setting.each("prefill", cases):
-        work, spread = timed_step(setting, phase, number, tokens, repeats)
-        fed = tokens if phase == "prefill" else 1
-        rows.append({"phase": phase, "rows": number, "tokens_each": fed,
-                     **step_row(setting, work, spread, number * fed)})
-        spreads.append(spread)
-    return setting.measured("prefill", rows, spreads[0])
+    lengths = setting.size((32, 64, 512), (32, 128, 512, 1024), (32, 128, 512, 2048, 8000))
+    each, turns = setting.size(64, 128, 512), setting.size(3, 5)
+    cases = [("prefill", 1, length) for length in lengths]
+    cases += [(phase, number, each) for phase in ("prefill", "decode") for number in (1, 2, 8)]
+    steps = {  # by the prompts of a case, so that each is measured once
+        (phase, number, tokens): timed_step(setting, phase, number, tokens, 1 if phase == "prefill" else 4, turns)
+        for phase, number, tokens in dict.fromkeys(cases)
+    }
+    found = time_in_turns(setting, "prefill", steps, turns)
+    rows = [{"phase": phase, "rows": number, "tokens_each": tokens if phase == "prefill" else 1, **turns.columns()}
+            for (phase, number, tokens), turns in found.items()]
+    return setting.measured("prefill", rows, next(iter(found.values())).spread)
 
 
 # -- utilisation ----------------------------------------------------------------------------------
@@ -177,14 +209,24 @@ def prefill(setting: Setting) -> Measurement:
 def utilisation(setting: Setting) -> Measurement:
     """What the usual gauge reads at batch 1 and at 64, beside the tokens made and the shares of the limits."""
     name, gauge = ("NVML utilisation", gpu_gauge) if setting.gpu else ("process CPU time", processor_gauge)
-    rows, steps = [], setting.size(10, 40, 300)
-    for number in setting.each("utilisation", (1, 64)):
-        readings: list[float] = []
-        spread = decode_seconds(setting.timed_model, number, 16, steps, during=gauge(readings))
-        work = setting.work(StepShape.decode([16 + steps // 2] * number))
-        rows.append({"rows": number, "gauge": name, "busy_percent": mean(readings) if readings else None,
-                     **step_row(setting, work, spread, number)})
-    return setting.measured("utilisation", rows)
+    turns, repeats = 3, setting.size(4, 12, 120)
+    readings: dict[int, list[float]] = {1: [], 64: []}
+    steps = {number: gauged(timed_step(setting, "decode", number, 16, repeats, turns), gauge, seen)
+             for number, seen in readings.items()}
+    found = time_in_turns(setting, "utilisation", steps, turns)
+    rows = [{"rows": number, "gauge": name, **spread_columns("busy_percent", readings[number]), **turns.columns()}
+            for number, turns in found.items()]
+    return setting.measured("utilisation", rows, found[1].spread)
+
+
+def gauged(step: TimedStep, gauge: Callable[[list[float]], AbstractContextManager], readings: list[float]) -> TimedStep:
+    """The same step under a gauge, whose readings are added to these."""
+
+    def seconds() -> Sequence[float]:
+        with gauge(readings):
+            return step.seconds()
+
+    return replace(step, seconds=seconds)
 
 
 @contextmanager

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from statistics import mean, median
+from statistics import mean
 
-from minillm.course.experiments.common import decode_seconds, serve, warm_up
+from minillm.course.experiments.common import decode_seconds, serve, spread_columns, warm_up
 from minillm.course.experiments.limits import one_cached_step
 from minillm.course.experiments.repeats import over_seeds
 from minillm.course.experiments.service import simulated, under_load
@@ -57,7 +57,7 @@ def memory_by_policy(setting: Setting) -> Measurement:
     """The same requests in the same bytes, as slots and as pages: how many ran at once, and what was wasted."""
     model, rows = setting.timed_model, []
     requests, mean_tokens, prompt, cap, slots, batch = setting.size(
-        (16, 6, 16, 64, 2, 64), (48, 24, 32, 256, 4, 64), (512, 64, 32, 256, 32, 256)
+        (12, 6, 64, 192, 2, 64), (48, 24, 64, 256, 4, 64), (512, 64, 64, 256, 32, 256)
     )
     items = lognormal(1.0, requests, mean_tokens, prompt)
     cap = max(cap, items[0].max_tokens)
@@ -75,9 +75,11 @@ def memory_row(records: Records, token_bytes: int) -> dict:
     """What a run reserved and used: means over the steps, each counting once, so that no clock is in them."""
     summary, steps = metrics.summary(records), records.steps
     reserved = mean(step.blocks_live for step in steps) * records.block_size * token_bytes / 1e6
-    used = mean(step.kv_tokens for step in steps) * token_bytes / 1e6
+    tokens = mean(step.kv_tokens for step in steps)
+    used = tokens * token_bytes / 1e6
     return {
         "peak_requests": summary["batch"]["peak_rows"], "mean_requests": summary["batch"]["mean_rows"],
+        "tokens_each": tokens / mean(step.rows for step in steps),
         "reserved_mb": reserved, "used_mb": used, "wasted_mb": reserved - used, "wasted_share": 1 - used / reserved,
         "steps": summary["steps"], "preemptions": summary["preemptions"],
         "tokens_per_s": summary["output_tokens"] / summary["busy_s"],
@@ -88,8 +90,8 @@ def memory_row(records: Records, token_bytes: int) -> dict:
 def prefix_sharing(setting: Setting, prompts: Sequence[Sequence[int]] | None = None, tokens: int = 4) -> Measurement:
     """The same prompts one after another: without sharing, with it, and with another first token each.
 
-    prompts: by default one long start before several questions. The cases take turns at each prompt, so
-    that they meet the same noise. TTFT is that of the prompts after the first, which finds nothing to share.
+    prompts: by default one long start before several questions. Each prompt after the first, which finds nothing to
+    share, is a turn of the three cases; `ttft_p50_ms` is the median of the turns.
     """
     model, rows = setting.timed_model, []
     if prompts is None:
@@ -105,15 +107,15 @@ def prefix_sharing(setting: Setting, prompts: Sequence[Sequence[int]] | None = N
             ("no sharing", False, prompts), ("shared prefix", True, prompts), ("first token changed", True, changed)
         )
     ]
-    for turn in range(len(prompts)):
-        for _, asked, engine in cases:
+    for turn in setting.each("prefix_sharing", range(len(prompts))):
+        for _, asked, engine in reversed(cases) if turn % 2 else cases:
             engine.generate([asked[turn]], SamplingParams(max_tokens=tokens, ignore_eos=True))
     for case, asked, engine in cases:
-        later = [(record.first_token - record.arrival) * 1e3 for record in engine.records.requests[1:]]
+        totals, ended = engine.records.totals, engine.records.requests
+        later = [(record.first_token - record.arrival) * 1e3 for record in ended[1:]]
         rows.append({
-            "case": case, "prompt_tokens": sum(map(len, asked)), "computed": engine.records.totals["prompt_tokens"],
-            "found": engine.records.totals["cached_tokens"], "ttft_p50_ms": median(later), "ttft_min_ms": min(later),
-            "ttft_max_ms": max(later),
+            "case": case, "prompt_tokens": sum(map(len, asked[: len(ended)])), "computed": totals["prompt_tokens"],
+            "found": totals["cached_tokens"], **spread_columns("ttft_p50_ms", later), "turns": len(later),
         })
     return setting.measured("prefix_sharing", rows)
 

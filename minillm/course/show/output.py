@@ -73,4 +73,4 @@ def _print_engine(found: dict) -> None:
         print(f"drafts: {cell(found['speculation']['acceptance_rate'])} accepted, "
               f"{cell(found['speculation']['tokens_per_round'])} tokens a round")
     if found["cost_per_million_output_tokens"] is not None:
-        print(f"cost per million output tokens: {cell(found['cost_per_million_output_tokens'])}")
+        print(f"cost per million output tokens: ${cell(found['cost_per_million_output_tokens'])}")

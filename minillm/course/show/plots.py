@@ -35,7 +35,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from minillm.course.experiments.batching import knee_of
+from minillm.course.experiments.batching import knee_of, knees_of
 from minillm.fast.engine import Engine
 from minillm.ladder.records import Records, RequestRecord, StepRecord
 from minillm.ladder.request import RequestId
@@ -385,10 +385,13 @@ def _draw_block(ax: Axes, x: int, y: int, block: Block, block_size: int) -> None
 
 
 def curves(
-    series: Mapping[str, tuple[Sequence[float], Sequence[float]]], title: str, x: str, y: str,
-    log_x: bool = False, log_y: bool = False,
+    series: Mapping[str, Sequence[Sequence[float]]], title: str, x: str, y: str, log_x: bool = False,
+    log_y: bool = False,
 ) -> Figure:
-    """Lines by name, each with its own colour, marker and dash. `x` and `y` are labels with units."""
+    """Lines by name, each with its own colour, marker and dash. `x` and `y` are labels with units.
+
+    A line is (xs, ys), or (xs, ys, lows, highs) with a bar from the lowest to the highest turn.
+    """
     with drawing() as (figure, axes):
         draw_curves(axes[0, 0], series, log_x, log_y)
         axes[0, 0].set(xlabel=x, ylabel=y)
@@ -401,16 +404,18 @@ def curves(
 
 def draw_curves(ax: Axes, series: Mapping, log_x: bool = False, log_y: bool = False) -> None:
     """The lines alone, on axes of the caller's; ticks stand where there are points."""
-    for number, (name, (xs, ys)) in enumerate(series.items(), start=1):
+    for number, (name, (xs, ys, *ends)) in enumerate(series.items(), start=1):
         ax.plot(xs, ys, color=colour(number), marker="osD^vP"[(number - 1) % 6], label=name,
                 linestyle=("-", "--", "-.", ":")[(number - 1) % 4])
+        if ends:
+            draw_spread(ax, xs, ys, *ends, color=colour(number))
     ax.grid(color=LIGHT)
     ax.yaxis.set_major_formatter(thousands)
-    if all(isinstance(x, int) for xs, _ in series.values() for x in xs):
+    if all(isinstance(x, int) for xs, *_ in series.values() for x in xs):
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))  # nothing lies between two drafts, or two channels
     if log_x:
         ax.set_xscale("log", base=2)
-        ticks = sorted({tick for xs, _ in series.values() for tick in xs})
+        ticks = sorted({tick for xs, *_ in series.values() for tick in xs})
         ax.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
     if log_y:
         ax.set_yscale("log")
@@ -419,6 +424,14 @@ def draw_curves(ax: Axes, series: Mapping, log_x: bool = False, log_y: bool = Fa
         ax.yaxis.set_minor_locator(NullLocator())
     if len(series) > 1:
         ax.legend()
+
+
+def draw_spread(ax: Axes, xs: Sequence, ys: Sequence, lows: Sequence, highs: Sequence, color, of: str = "y") -> None:
+    """A bar at each point from its low to its high, of `y` or of `x`."""
+    at = ys if of == "y" else xs
+    ends = [[value - low for value, low in zip(at, lows, strict=True)],
+            [high - value for value, high in zip(at, highs, strict=True)]]
+    ax.errorbar(xs, ys, **{f"{of}err": ends}, fmt="none", ecolor=color, elinewidth=1.5, capsize=4)
 
 
 def clear_names(ax: Axes) -> None:
@@ -439,8 +452,8 @@ def cost_per_token(rows: Sequence[Mapping]) -> Figure:
     """Rung 0 beside rung 1, from rows of `limits.cost_by_length`."""
     both = [row for row in rows if row["recompute_ms"] is not None]
     series = {
-        "rung 0: compute the whole text again": _columns(both, "context_tokens", "recompute_ms"),
-        "rung 1: keys and values are kept": _columns(rows, "context_tokens", "cached_ms"),
+        "rung 0: compute the whole text again": _with_spread(both, "context_tokens", "recompute_ms"),
+        "rung 1: keys and values are kept": _with_spread(rows, "context_tokens", "cached_ms"),
     }
     first, last = both[0], both[-1]
     grows, flat = (last[name] / first[name] for name in ("recompute_ms", "cached_ms"))
@@ -452,14 +465,15 @@ def cost_per_token(rows: Sequence[Mapping]) -> Figure:
 def tokens_per_s_curve(rows: Sequence[Mapping]) -> Figure:
     """Throughput and step time against the rows of a step, beside the roofline's, from rows of `batch_curve`."""
     first, chosen = rows[0], next((row for row in rows if row["rows"] == 8), rows[-1])
-    xs, speeds = _columns(rows, "rows", "tokens_per_s")
+    xs = [row["rows"] for row in rows]
     faster, longer = (chosen[name] / first[name] for name in ("tokens_per_s", "step_ms"))
     title = f"{chosen['rows']} rows: {faster:.1f} times the tokens per second, a step {longer:.2f} times as long"
     free = [row * first["tokens_per_s"] / first["rows"] for row in xs]
-    least_ms = _columns(rows, "rows", "least_ms")[1]
+    least_ms = [row["least_ms"] for row in rows]
     limit = [1e3 * row / ms for row, ms in zip(xs, least_ms, strict=True)]
-    through = {"measured": (xs, speeds), "if rows were free": (xs, free), "the roofline's limit": (xs, limit)}
-    durations = {"measured": _columns(rows, "rows", "step_ms"), "the roofline's least": (xs, least_ms)}
+    through = {"measured": _with_spread(rows, "rows", "tokens_per_s"), "if rows were free": (xs, free),
+               "the roofline's limit": (xs, limit)}
+    durations = {"measured": _with_spread(rows, "rows", "step_ms"), "the roofline's least": (xs, least_ms)}
     with drawing(1, 2, size=(10, 4)) as (figure, axes):
         left, right = axes[0]
         draw_curves(left, through, log_x=True, log_y=True)
@@ -472,24 +486,59 @@ def tokens_per_s_curve(rows: Sequence[Mapping]) -> Figure:
 
 
 def knee_curve(rows: Sequence[Mapping]) -> Figure:
-    """Throughput against the gap between tokens, a point for each number of clients, from rows of `knee`."""
-    at, last = knee_of(rows), rows[-1]
+    """Throughput against the gap between tokens, a point for each number of clients, from rows of `knee`.
+
+    A ring marks the knee, and thinner ones where it may lie as well.
+    """
+    at, last, may_be = knee_of(rows), rows[-1], knees_of(rows)
+    first, past = may_be[0]["clients"], may_be[-1]["clients"]
+    where = f"at {at['clients']}" if first == past else f"between {first} and {past}"
     title = (
-        f"The knee lies at {at['clients']} clients: {last['clients']} make "
-        f"{last['tokens_per_s'] / at['tokens_per_s']:.2f} times its tokens, at "
-        f"{last['itl_p50_ms'] / at['itl_p50_ms']:.1f} times its gap between them"
+        f"The knee lies {where} clients: {last['clients']} make {last['tokens_per_s'] / at['tokens_per_s']:.2f} times "
+        f"the tokens per second of {at['clients']}, with {last['itl_p50_ms'] / at['itl_p50_ms']:.1f} times the gap "
+        "between them"
     )
     with drawing(size=(8, 4.5)) as (figure, axes):
         ax = axes[0, 0]
-        draw_curves(ax, {"clients": _columns(rows, "tokens_per_s", "itl_p50_ms")})
+        speeds, gaps, *ends = _with_spread(rows, "tokens_per_s", "itl_p50_ms")
+        draw_curves(ax, {"clients": (speeds, gaps, *ends)})
+        if ends:
+            draw_spread(ax, speeds, gaps, *_with_spread(rows, "clients", "tokens_per_s")[2:], COLOURS[0], of="x")
         for row in rows:
-            ax.annotate(f"{row['clients']}", (row["tokens_per_s"], row["itl_p50_ms"]), xytext=(-6, 6), ha="right",
+            ax.annotate(f"{row['clients']}", (row["tokens_per_s"], row["itl_p50_ms"]), xytext=(-7, 7), ha="right",
                         textcoords="offset points", fontsize=9)
-        ax.plot(at["tokens_per_s"], at["itl_p50_ms"], "o", color=COLOURS[5], markersize=14, fillstyle="none",
-                markeredgewidth=2)
+        for row in (at, *may_be):
+            ax.plot(row["tokens_per_s"], row["itl_p50_ms"], "o", color=COLOURS[5], markersize=14, fillstyle="none",
+                    markeredgewidth=2.5 if row is at else 1)
         ax.set(xlabel="output tokens per second, all clients together", ylabel="ms between a client's tokens, p50")
         ax.set_xlim(left=0)
-        ax.set_ylim(bottom=0)
+        ax.set_ylim(0, 1.1 * ax.get_ylim()[1])
+        headline(figure, title)
+    return figure
+
+
+def prefix_bars(rows: Sequence[Mapping]) -> Figure:
+    """Prompt tokens computed and found, and the time to the first token, from rows of `prefix_sharing`."""
+    alone, shared, _ = rows
+    names = [row["case"].replace(" ", "\n", 1) for row in rows]
+    sooner = alone["ttft_p50_ms"] / shared["ttft_p50_ms"]
+    title = (f"{shared['found'] / shared['prompt_tokens']:.0%} of the prompt tokens are found, and the first token "
+             f"comes {sooner:.1f} times sooner; another token in front loses both")
+    with drawing(1, 2, size=(10, 4)) as (figure, axes):
+        left, right = axes[0]
+        computed, found = ([row[name] for row in rows] for name in ("computed", "found"))
+        left.bar(names, computed, width=0.55, color=COLOURS[0], label="computed")
+        left.bar(names, found, bottom=computed, width=0.55, facecolor="white", edgecolor=COLOURS[2], hatch="..",
+                 label="found in the pool", linewidth=[1.0 if tokens else 0.0 for tokens in found])
+        left.set(ylabel="prompt tokens", ylim=(0, 1.3 * max(row["prompt_tokens"] for row in rows)))
+        left.yaxis.set_major_formatter(thousands)
+        left.legend(loc="upper center", ncols=2)
+        times = _with_spread(rows, "case", "ttft_p50_ms")[1:]
+        right.bar(names, times[0], width=0.55, color=COLOURS[0])
+        if len(times) > 1:
+            draw_spread(right, names, *times, color="black")
+        right.set(ylabel="ms to the first token, p50")
+        right.set_ylim(bottom=0)
         headline(figure, title)
     return figure
 
@@ -540,10 +589,13 @@ def with_errors(rows: Sequence[Mapping], label: str, parts: Mapping[str, str], t
     return figure
 
 
-def _columns(rows: Sequence[Mapping], x: str, y: str) -> tuple[list, list]:
-    return [row[x] for row in rows], [row[y] for row in rows]
+def _with_spread(rows: Sequence[Mapping], x: str, y: str) -> tuple[list, ...]:
+    """xs and ys of a line, and the lows and highs of y where every row has them."""
+    xs, ys, *ends = ([row.get(name) for row in rows] for name in (x, y, f"{y}_min", f"{y}_max"))
+    return (xs, ys) if any(None in each for each in ends) else (xs, ys, *ends)
 
 
 PICTURES = {  # of experiments, by name: what `minillm measure` draws beside their files
     "cost_by_length": cost_per_token, "batch_curve": tokens_per_s_curve, "knee": knee_curve,
+    "prefix_sharing": prefix_bars,
 }

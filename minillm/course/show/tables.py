@@ -28,8 +28,22 @@ def filled(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> dic
     return {key: title for key, title in columns.items() if any(row.get(key) is not None for row in rows)}
 
 
+def with_range(row: Mapping[str, Any], column: str) -> str:
+    """A figure, and in brackets its lowest and highest turn."""
+    low, high = (row[f"{column}{end}"] for end in ("_min", "_max"))
+    return cell(row[column]) + (f" ({cell(low)}-{cell(high)})" if low is not None else "")
+
+
+def with_ranges(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row in which columns NAME_min and NAME_max stand in the cell of NAME."""
+    spread = {key for key in row if {f"{key}_min", f"{key}_max"} <= set(row)}
+    ends = {f"{key}{end}" for key in spread for end in ("_min", "_max")}
+    return {key: with_range(row, key) if key in spread else value for key, value in row.items() if key not in ends}
+
+
 def tables(rows: Sequence[Mapping[str, Any]]) -> str:
     """All rows, as one table for each run of rows that have the same columns."""
+    rows = [with_ranges(row) for row in rows]
     groups = [list(group) for _, group in groupby(rows, key=lambda row: tuple(all_columns([row])))]
     return "\n\n".join(text_table(group, all_columns(group)) for group in groups)
 

@@ -121,7 +121,7 @@ def capacity_explorer() -> Panel:
     return Panel(
         "capacity", explore.capacity_at,
         device=_control("Dropdown", next(iter(DEVICES)), "device", options=list(DEVICES)),
-        model=_control("Dropdown", "llama-3-8b", "model", options=sorted(PRESETS)),
+        model=_control("Dropdown", "llama-3.1-8b", "model", options=sorted(PRESETS)),
         context=_control("SelectionSlider", 4096, "context", options=[2**n for n in range(8, 18)],
                          continuous_update=False),
         kv_format=_control("ToggleButtons", "bf16", "KV format", options=["bf16", "int8", "int4"]),

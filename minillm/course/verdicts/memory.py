@@ -15,7 +15,7 @@ from minillm.course.verdicts.reading import (
     near,
     not_less,
     ratio,
-    times,
+    reading,
 )
 from minillm.course.verdicts.words import Claim, Missing, TooSmall, Verdict, every, true
 
@@ -117,18 +117,19 @@ def c7(rows: Rows) -> Verdict:
 
 def c8(rows: Rows) -> Verdict:
     """Direction: sharing finds tokens and lowers TTFT, and one changed first token loses all of it. Size: half of the
-    prompts' tokens or more are skipped. The two cases that share nothing do equal work: how far they lie apart is
-    noise."""
+    prompts' tokens or more are skipped. The two cases that share nothing do equal work: without runs in turns, how far
+    they lie apart is noise."""
     alone, shared = find(rows, case="no sharing"), find(rows, case="shared prefix")
     changed = find(rows, case="first token changed")
-    noise = max(NOISE, abs(alone["ttft_p50_ms"] / changed["ttft_p50_ms"] - 1))
-    faster = times(min(alone["ttft_p50_ms"], changed["ttft_p50_ms"]) / shared["ttft_p50_ms"], noise)
+    noise = max(NOISE, abs(reading(alone, "ttft_p50_ms").value / reading(changed, "ttft_p50_ms").value - 1))
+    gains = [ratio(other, shared, "ttft_p50_ms", noise) for other in (alone, changed)]
+    faster = min(gains, key=lambda gain: gain.value)
     measured = (
         f"{shared['found']:,} of {shared['prompt_tokens']:,} prompt tokens found, TTFT {digits(alone['ttft_p50_ms'])} "
         f"to {digits(shared['ttft_p50_ms'])} ms; first token changed: {changed['found']} found, "
         f"{digits(changed['ttft_p50_ms'])} ms, so sharing is {faster} times as fast as the faster of the two without"
     )
-    if noise > NOISE:
+    if noise > NOISE and not faster.recorded:
         measured += f"; these two do equal work {1 + noise:.2f} times apart, which is taken as noise"
     found = true(shared["found"] > 0 == changed["found"])
     return judged(measured, every(found, more(faster)), true(shared["found"] >= 0.5 * shared["prompt_tokens"]),

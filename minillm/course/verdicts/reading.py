@@ -67,6 +67,13 @@ def ratio(a: dict, b: dict, name: str, noise: float = NOISE) -> Reading:
     return over(reading(a, name, noise), reading(b, name, noise))
 
 
+def within_turns(row: dict, base: dict, name: str, column: str) -> Reading:
+    """`row` over `base` as its own column of ratios says, each of which was taken within a turn; else `ratio`."""
+    if row.get(f"{column}_min") is not None:
+        return reading(row, column)
+    return ratio(row, base, name)
+
+
 def times(value: float, noise: float = NOISE) -> Reading:
     """A ratio that a row holds already, without its spread."""
     return Reading(value, value / (1 + noise), value * (1 + noise), noise == 0)
@@ -171,6 +178,7 @@ def digits(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def exponent(x0: float, x1: float, y0: float, y1: float) -> float:
-    """p where y grows as x to the p between two points."""
-    return math.log(y1 / y0) / math.log(x1 / x0)
+def exponent(times_x: float, times_y: Reading) -> Reading:
+    """p where y grows as x to the p."""
+    value, low, high = (math.log(each) / math.log(times_x) for each in (times_y.value, times_y.low, times_y.high))
+    return Reading(value, low, high, times_y.recorded)
