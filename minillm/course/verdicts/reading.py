@@ -80,11 +80,15 @@ def times(value: float, noise: float = NOISE) -> Reading:
 
 
 def turn_by_turn(row: dict, name: str, gain: Reading) -> Reading:
-    """A ratio with the spread of a row's own column of it, whose ratios were each taken within a turn, if recorded."""
+    """A ratio as a row's own column of it has it, of which each was taken within a turn; `gain` if none is recorded.
+
+    Where the column says the contrary of `gain`, the ratio of the figures, it only tells how wide the spread is.
+    """
     if row.get(f"{name}_min") is None or row.get("turns", 0) < TURNS:
         return gain
     least, usual, most = (row[f"{name}{end}"] for end in ("_min", "", "_max"))
-    return Reading(gain.value, gain.value * least / usual, gain.value * most / usual, True)
+    scale = 1.0 if (gain.value >= 1) == (usual >= 1) else gain.value / usual
+    return Reading(usual * scale, least * scale, most * scale, True)
 
 
 # -- what a ratio says ----------------------------------------------------------------------------
