@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from minillm.course.verdicts.words import Missing, Part, Verdict, true, word
 
@@ -57,8 +58,7 @@ def over(a: Reading, b: Reading) -> Reading:
     """a / b. Its spread is that of the pairs where both have the same runs, else the widest that both allow."""
     if a.runs and len(a.runs) == len(b.runs) and all(b.runs):
         pairs = tuple(mine / other for mine, other in zip(a.runs, b.runs, strict=True))
-        value = a.value / b.value
-        return Reading(value, min(value, *pairs), max(value, *pairs), True, pairs)
+        return Reading(median(pairs), min(pairs), max(pairs), True, pairs)
     return Reading(a.value / b.value, a.low / b.high, a.high / b.low, a.recorded and b.recorded)
 
 
