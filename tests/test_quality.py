@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -15,13 +17,16 @@ from minillm.course.experiments.quality import (
     ERROR_BLOCK,
     Corpus,
     Losses,
+    QualityTask,
     copy_columns,
     greedy_columns,
     hidden_codes,
     loss_columns,
     python_help,
+    quality_row,
     repeated,
     retrieved,
+    run_task,
     token_losses,
     with_error,
 )
@@ -85,6 +90,49 @@ def test_changes_are_sorted_into_the_buckets_they_belong_to():
     assert row["same_first_choice_percent"] == pytest.approx(90)
     assert row["perplexity"] == pytest.approx(math.exp(2 + 0.25 + 0.25 * 256 / 600))
     assert row["change_percent"] == pytest.approx(100 * math.expm1(0.25 + 0.25 * 256 / 600), rel=1e-4)
+
+
+def quality_task(documents: int = 6, short: int | None = 4) -> QualityTask:
+    ids = torch.arange(3000) % 90
+    corpus = Corpus(ids, torch.full((97,), 50), "numbers", "0")
+    text = torch.randint(90, (documents, 129), generator=RANDOM)
+    brief = None if short is None else torch.randint(90, (short, 65), generator=RANDOM)
+    return QualityTask(corpus, text, repeated(97, 1, 32), {8: []}, [[1]], 1, brief)
+
+
+def test_a_format_of_which_less_is_asked_is_held_against_the_reference_on_its_own_documents():
+    whole = quality_task()
+    less = whole.asking(False, False)
+    assert torch.equal(less.documents, whole.documents[[0, 3]]) and less.short is None and not less.codes
+    assert whole.asking(True, False).short is whole.short and whole.asking(True, True) is whole
+    model = tiny_model("t8-2")
+    all_of_it, part = (run_task(model, None, whole.asking(much, False), partial(kv_storage, model.config, "fp32"))
+                       for much in (True, False))
+    row = quality_row(less, part, all_of_it)
+    assert (row["tokens"], row["change_percent"], row["same_first_choice_percent"]) == (2 * 128, 0.0, 100.0)
+    with pytest.raises(RuntimeError):
+        loss_columns(part.losses, all_of_it.losses, less.documents, less.corpus.occurrences)
+
+
+def test_short_documents_count_at_early_positions():
+    task, model = quality_task().asking(True, False), tiny_model("t8-2")
+    got = run_task(model, None, task, partial(kv_storage, model.config, "int4"))
+    before = run_task(model, None, task, partial(kv_storage, model.config, "fp32"))
+    row = quality_row(task, got, before)
+    assert row["tokens"] == 6 * 128 + 4 * 64
+    pairs = (got.losses, before.losses), (got.short, before.short)
+    change = torch.cat([(after.nats - old.nats).flatten() for after, old in pairs])
+    assert row["at_under_256_change_nats"] == pytest.approx(float(change.mean()), abs=1e-6)
+    alone = quality_row(replace(task, short=None), replace(got, short=None), replace(before, short=None))
+    assert row["change_error_percent"] != alone["change_error_percent"] and alone["tokens"] == 6 * 128
+
+
+def test_long_and_short_documents_come_from_different_halves():
+    kept = Corpus(torch.arange(24_096), torch.ones(1), "numbers", "0")
+    long, short = kept.documents(2, 4000, end=0.5), kept.documents(10, 200, begin=0.5)
+    assert long.max() < 10_000 <= short.min() and short.max() < kept.calibration.min()
+    with pytest.raises(ValueError, match="do not fit into the text's 10,000"):
+        kept.documents(3, 4000, end=0.5)
 
 
 def test_copies_are_judged_by_the_second_time_alone():

@@ -8,13 +8,17 @@ import pytest
 from tiny import tiny_config, tiny_model
 
 from minillm.course import diagnose
-from minillm.course.experiments import example, service
+from minillm.course.experiments import drafts, example, service
 from minillm.course.experiments.limits import gauges
 from minillm.course.figures import service_row
+from minillm.course.ledger import LEDGER, judged
+from minillm.course.setting import Setting
 from minillm.course.show import names, service_plots
+from minillm.course.verdicts.service import WATCHED
 from minillm.fast.engine import Engine
 from minillm.load.config import ModelConfig
 from minillm.measure import fleet, metrics
+from minillm.measure.measurement import Measurement, MeasurementError, Provenance
 from minillm.measure.roofline import Ceilings, least_work, shape_of
 from minillm.measure.service import Service
 from minillm.measure.virtual import CostModel, virtual_engine
@@ -163,7 +167,121 @@ def test_the_example_here_lets_as_many_clients_in_as_fit(model):
         assert row["cost_per_million_output_tokens"] == pytest.approx(0.1 / 3600 / row["tokens_per_s"] * 1e6)
 
 
+# --- 07: figures counted a second time ----------------------------------------------------------------------------
+
+
+def watched(**changes) -> tuple[list[dict], object]:
+    """Rows of `watch` for a small service, and its records."""
+    limits = {"kv_memory": 10**6, "max_batch": 8, **changes}
+    asked = [WorkItem(0.3 * n, [n] * (5 + n % 7), 3 + n % 11) for n in range(60)]
+    records, counted = service.counted_by_others(Service(SECOND, **limits), asked)
+    return records, counted
+
+
+@pytest.mark.parametrize("changes", [{}, {"chunked_prefill": True, "max_step_tokens": 16}, {"kv": "slots"},
+                                     {"kv_memory": 40 * 16 * 128}])
+def test_every_watched_figure_is_what_others_count_in_the_same_run(changes):
+    records, counted = watched(**changes)
+    found = metrics.summary(records)
+    told = {
+        "ttft_p50_s": found["ttft_s"]["p50"], "ttft_p99_s": found["ttft_s"]["p99"],
+        "itl_p50_ms": found["itl_per_step_s"]["p50"] * 1e3, "itl_p99_ms": found["itl_per_step_s"]["p99"] * 1e3,
+        "tokens_per_s": found["output_tokens_per_s"], "queue_depth_peak": found["queue_depth"]["peak"],
+        "queue_wait_p99_s": found["queue_s"]["p99"], "preemptions": found["preemptions"],
+        "achieved_batch_steps_kept": found["steps"], "kv_occupancy_peak_share": found["kv"]["peak_share"],
+    }
+    assert {name: counted[name] for name in told} == pytest.approx(told, rel=0.01)
+    if not found["preemptions"]:  # a preempted request is away for some steps
+        assert counted["achieved_batch_mean_rows"] == pytest.approx(found["batch"]["mean_rows"], rel=0.01)
+
+
+def test_a_record_that_is_wrong_disagrees_with_the_count():
+    records, counted = watched()
+    for record in records.requests:
+        record.token_times = [moment + 1.0 for moment in record.token_times]
+    assert metrics.summary(records)["ttft_s"]["p50"] > 1.01 * counted["ttft_p50_s"]
+
+
+def test_the_recorded_watch_is_counted_within_a_hundredth():
+    rows = service.watch(Setting(quick=True)).rows
+    assert {row["metric"] for row in rows} >= set(WATCHED)
+    for row in rows:
+        assert row["value"] == pytest.approx(row["counted"], rel=0.01), row["metric"]
+
+
+# --- 10: the worked example ---------------------------------------------------------------------------------------
+
+
+def test_answers_that_vary_leave_every_context_full():
+    items = example.example_items(200, 4096, 300, seed=3, vary=0.1)
+    answers = [item.max_tokens for item in items]
+    assert all(len(item.prompt_ids) + item.max_tokens == 4096 for item in items)
+    assert min(answers) >= 270 and max(answers) <= 330 and len(set(answers)) > 40
+    assert example.example_items(2, 64, 8)[0].max_tokens == 8 and answers != [
+        item.max_tokens for item in example.example_items(200, 4096, 300, seed=4, vary=0.1)]
+
+
+def test_the_articles_static_batch_has_eight_at_once_and_the_crowd_stands_beside_it():
+    rows = {row["setup"]: row for row in example.worked_example(Setting(quick=True)).rows}
+    own, crowd = rows["static batch of 8"], rows[example.CROWDED]
+    assert (own["clients"], crowd["clients"]) == (8, 111) and own["peak_rows"] == crowd["peak_rows"] == 8
+    assert own["tokens_per_s"] == pytest.approx(crowd["tokens_per_s"], rel=0.05), "the same eight rows"
+    assert crowd["ttft_p50_s"] > 10 * own["ttft_p50_s"], "of the crowd most wait"
+    for row in rows.values():
+        assert row["busy_share"] > 0.99 and 0 < row["arithmetic_share"] < row["bandwidth_share"] < 1
+
+
 # --- 11: diagnose -----------------------------------------------------------------------------------------------
+
+
+def speculations(root, date: str = "2026-01-02", **changes) -> None:
+    """A recorded `speculation` in which half of the steps have drafts, of which the first is right in half of them."""
+    row = {"part": "real", "prompts": "chat", "drafts": "n-gram", "k": 4, "batch": 1, "acceptance": 0.2,
+           "tokens_per_round": 2.0, "tokens_per_step": 1.5, "speedup": 0.75, "predicted": 1.0,
+           "tried_by_place": [20, 10, 0, 0], "right_by_place": [10, 5, 0, 0], **changes}
+    source = Provenance(f"device of {date}", "1", "2", "fp32", "m", "abc", date, 0, 1, 3)
+    Measurement("speculation", source, [row, {**row, "batch": 8, "speedup": 0.5}]).save(root)
+
+
+def test_drafts_are_worth_what_the_newest_record_says(tmp_path):
+    speculations(tmp_path, "2026-01-01", acceptance=0.9)
+    speculations(tmp_path)
+    found = drafts.recorded_drafts("chat", "n-gram", tmp_path)
+    assert found.source == "device of 2026-01-02"
+    one, eight = found.worth
+    assert (one.found, one.right, one.acceptance) == (0.5, (0.5, 0.5, 0.0, 0.0), 0.2)
+    assert one.cost == pytest.approx(1.5 / 0.75 - 1.5) and eight.cost == pytest.approx(1.5 / 0.5 - 1.5)
+    assert [found.at(rows).rows for rows in (1, 7, 8, 200)] == [1, 1, 8, 8]
+    for missing, message in ((tmp_path / "none", "no speculation is recorded"), (tmp_path, "no drafts by drafter")):
+        with pytest.raises(MeasurementError, match=message):
+            drafts.recorded_drafts("chat", "drafter", missing)
+
+
+def test_a_service_that_drafts_gains_what_is_right_and_pays_for_proposing(tmp_path):
+    """A step takes 1 s; half of the steps have drafts, 0.75 tokens of each are right: 1.375 tokens a step."""
+    def speed(**changes) -> float:
+        speculations(tmp_path, **changes)
+        recorded = drafts.recorded_drafts("chat", "n-gram", tmp_path)
+        drafting = drafts.DraftingService(SECOND, acceptance=1.0, recorded=recorded)
+        served = drafting.serve(items(0.0, tokens=4000), clients=1)
+        return served.summary["output_tokens_per_s"]
+
+    plain = Service(SECOND).serve(items(0.0, tokens=4000), clients=1).summary["output_tokens_per_s"]
+    free = speed(speedup=1.0)
+    assert free / plain == pytest.approx(1 + 0.5 * 0.75, rel=0.05)
+    assert speed() / free == pytest.approx(1 / 1.5, rel=0.05), "proposing takes half a plain step"
+
+
+def test_a_cure_that_does_not_cure_is_told_so():
+    told = {times: service.effect(times) for times in (2.0, 1.2, 1.19, 1.0, 0.9)}
+    assert list(told.values()) == ["cures", "cures", "helps little", "does nothing", "makes it worse"]
+    rows = service.cures(Setting(quick=True)).rows
+    drafted = [row for row in rows if "drafts" in row["cure"]]
+    assert len(drafted) == 3 and all(0 < row["acceptance"] < 1 and row["right_by_place"] for row in drafted)
+    assert all(row["effect"] == service.effect(row["times_better"]) for row in rows)
+    found = judged(next(claim for claim in LEDGER if claim.id == "F6"), rows)
+    lost = [row for row in drafted if row["times_better_min"] <= 1]
+    assert found.measured.count("no cure beyond the noise") == len(lost)
 
 
 @pytest.mark.parametrize("name", diagnose.CASES)
@@ -178,6 +296,13 @@ def test_unknown_cases_and_cures_are_refused():
         diagnose.diagnose("fever")
     with pytest.raises(ValueError, match=r"unknown cure 'rest'; known: cache prompts"):
         diagnose.diagnose("crowd", ["rest"])
+
+
+def test_a_cure_is_a_service_that_can_be_asked_for_its_limit():
+    assert {name: service.max_batch for name, service in diagnose.services("crowd", ["a larger batch"]).items()} == {
+        "before": 8, "a larger batch": 256}
+    (before, tempted), _ = diagnose.diagnose("crowd", ["8-bit keys and values"], requests=20)
+    assert (before["effect"], tempted["effect"]) == ("does nothing", service.effect(tempted["times_better"]))
 
 
 def test_without_a_cure_nothing_is_compared():
@@ -200,6 +325,32 @@ def test_pictures_of_a_run_state_what_its_records_say():
     ttft = metrics.latencies(engine.records.requests)["ttft_s"]
     asked = {"all": engine.records.requests}
     assert f"all: {ttft['p50']:.2g} and {ttft['p90']:.2g} s" in title_of(service_plots.latency_distributions(asked))
+
+
+def test_a_picture_of_a_run_has_a_line_at_its_limit_and_no_axis_for_a_queue_that_never_is():
+    def axes(limit: int, **settings):
+        engine = virtual_engine(SECOND, max_batch=limit, **settings)
+        fleet.serve([engine], items(0.0, 0.1, 0.2, 0.3))
+        figure = service_plots.over_time({"run": engine.records}, limits={"run": limit})
+        return {ax.get_ylabel(): ax for ax in figure.axes}
+
+    queued, free = axes(2), axes(64)
+    assert [line.get_ydata()[0] for line in queued["rows in a step"].lines] == [2]
+    assert "waiting" in queued and "waiting" not in free and set(free) < set(queued)
+    assert not free["rows in a step"].lines
+    assert "max_batch 64, far above" in {text.get_text() for text in free["rows in a step"].texts}
+
+
+@pytest.mark.parametrize(("most", "top"), [(0.004, 0.0048), (0.014, 0.0168), (0.15, 1), (0.97, 1), (0.0, 1)])
+def test_a_cache_of_which_little_is_held_has_an_axis_of_its_own(most, top):
+    assert service_plots.top_of_axis(service_plots.cache_share, most) == pytest.approx(top)
+    assert service_plots.top_of_axis(service_plots.useful_rows, 40) == pytest.approx(43.2)
+
+
+def test_of_several_gpus_the_picture_says_that_the_fullest_is_drawn():
+    one, two = (Service(SECOND, replicas=number).serve(items(0.0, 0.1, 0.2)).records for number in (1, 2))
+    titles = [ax.get_title() for ax in service_plots.over_time({"one": one, "two": two}).axes]
+    assert titles[:2] == ["one", "two, of several GPUs the fullest"]
 
 
 def steps_at(*spans: tuple[float, float, int]) -> list[SimpleNamespace]:

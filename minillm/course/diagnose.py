@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from minillm.course.experiments.service import COST, CURES, FIGURES, chats, times_better
+from minillm.course.experiments.service import COST, CURES, FIGURES, chats, effect, times_better
 from minillm.course.figures import service_row
 from minillm.ladder.records import Records
 from minillm.measure.capacity import GB
@@ -68,21 +68,27 @@ CASES = {
 }
 
 
-def diagnose(case: str, cures: Collection[str] = (), requests: int = 200) -> tuple[list[dict], dict[str, Records]]:
-    """Serve a case's requests on its service as it is, called "before", and with each of these cures.
-
-    Returns rows to print, with the `times_better` that the case's figure became, and records to draw.
-    ValueError lists the cases or the cures.
-    """
+def services(case: str, cures: Collection[str] = ()) -> dict[str, Service]:
+    """A case's service as it is, called "before", and with each of these cures; ValueError lists the cases or the
+    cures."""
     for kind, name, known in (("case", case, CASES), *(("cure", cure, CURES) for cure in cures)):
         if name not in known:
             raise ValueError(f"unknown {kind} {name!r}; known: {', '.join(known)}")
-    chosen = CASES[case]
+    own = CASES[case].service
+    return {"before": own, **{cure: CURES[cure](own) for cure in cures}}
+
+
+def diagnose(case: str, cures: Collection[str] = (), requests: int = 200) -> tuple[list[dict], dict[str, Records]]:
+    """Serve a case's requests on each of its `services`.
+
+    Returns rows to print, with the `times_better` that the case's figure became and what that is (`effect`), and
+    records to draw.
+    """
+    tried, chosen = services(case, cures), CASES[case]
     items, rows, records = chosen.load(requests), [], {}
-    for name in ("before", *cures):
-        service = CURES[name](chosen.service) if name in CURES else chosen.service
+    for name, service in tried.items():
         served = service.serve(items, chosen.clients)
         row, records[name] = service_row(served, *COLUMNS), served.records
         better = times_better(chosen.figure, rows[0] if rows else row, row)
-        rows.append({"set-up": name, **row, "times_better": better})
+        rows.append({"set-up": name, **row, "times_better": better, "effect": effect(better)})
     return rows, records

@@ -42,7 +42,7 @@ class Service:
     """
 
     device: str | CostModel = "a100-80gb"
-    model: str = "llama-3-8b"
+    model: str = "llama-3.1-8b"  # Llama-3-8B with positions for real chats: some have 15,000 tokens
     kv_format: str = "bf16"
     weights: float = 1.0
     replicas: int = 1

@@ -532,7 +532,7 @@ def test_what_no_request_can_be_sent_to_is_refused(url):
         Server(url, "any")
 
 
-def test_a_url_made_at_random_is_refused_or_asked():
+def test_a_url_made_at_random_is_refused_or_asked(count_inputs):
     draw = random.Random(0)
     parts = ["http", "https", "://", ":", "/", "localhost", "[::1]", "[", "]", "@", "%", "%zz", "\ud800", "é", "xn--",
              ".", "*", "0", "80", "99999", "-1", "?", "#", "v1", " ", "\n", "\x00", "a" * 70, "\\"]
@@ -540,6 +540,7 @@ def test_a_url_made_at_random_is_refused_or_asked():
         url = "http://" * draw.randrange(2) + "".join(draw.choice(parts) for _ in range(draw.randrange(7)))
         with suppress(ValueError):
             httpx.URL(f"{Server(url, 'any').url}/completions")
+    count_inputs("addresses", 5_000)
 
 
 # -- nothing that a server sends holds the client -------------------------------------------------
@@ -654,13 +655,14 @@ def play_streams(streams: list[list[bytes]], monkeypatch) -> Run:
     return asyncio.run(play(Server("http://mock/v1", "any", 30.0), asked, clients=16))
 
 
-def test_bytes_at_random_end_as_an_answer_or_as_a_named_fault_and_spoil_no_neighbour(monkeypatch):
+def test_bytes_at_random_end_as_an_answer_or_as_a_named_fault_and_spoil_no_neighbour(monkeypatch, count_inputs):
     draw, streams = random.Random(20), []
     for number in range(3_000):
         sound = WHOLE[number % len(WHOLE)]
         streams.append(cut(sound if number % 4 == 0 else mutated(sound, draw), draw))
     run = play_streams(streams, monkeypatch)
     lives = {life.request_id: life for life in run.lives}
+    count_inputs("streams", 3_000)
     assert len(lives) + run.faults.total() == 3_000
     assert not [fault for fault in run.faults if not NAMED.fullmatch(fault)]
     assert len(run.faults) >= 9 and len(lives) >= 1_000, "both ends are reached"

@@ -56,10 +56,10 @@ class Tried:
 
 
 @pytest.fixture(scope="module")
-def tried():
+def tried(count_inputs):
     counter = Tried()
     yield counter
-    print(f"\n{counter.number:,} inputs tried, {counter.refused:,} of them refused")
+    count_inputs("files and settings", counter.number)
 
 
 def family_config(family: str, **changes) -> dict:

@@ -1,7 +1,6 @@
 """Random wrong values at the engine's entries: each works, or is refused by a ValueError that names it.
 
-Never another exception, never a hang; and the engine serves afterwards as it did before. How many inputs were tried
-is printed: `pytest -s`.
+Never another exception, never a hang; and the engine serves afterwards as it did before.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def names_what_is_wrong(error: ValueError, names) -> bool:
 FIELDS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop", "stop_ids", "ignore_eos", "stop_after")
 
 
-def test_sampling_params_take_a_value_or_name_it():
+def test_sampling_params_take_a_value_or_name_it(count_inputs):
     draw, taken = random.Random(0), 0
     for _ in range(EACH):
         given = {name: any_value(draw) for name in draw.sample(FIELDS, draw.randint(1, 3))}
@@ -68,7 +67,7 @@ def test_sampling_params_take_a_value_or_name_it():
             continue
         taken += 1
         assert type(params.max_tokens) is int and type(params.temperature) is float and type(params.stop) is tuple
-    print(f"{EACH:,} sampling parameters tried, {taken:,} taken")
+    count_inputs("sampling parameters", EACH)
     assert EACH / 20 < taken < EACH
 
 
@@ -81,7 +80,7 @@ SETTINGS = {
 }
 
 
-def test_an_engine_takes_a_setting_or_names_it():
+def test_an_engine_takes_a_setting_or_names_it(count_inputs):
     """One or two settings are anything, the others are right: what was taken must serve."""
     draw, taken, model = random.Random(1), 0, tiny_model()
     expected = make_engine(model).generate([[1, 2, 3, 4]], SamplingParams(4))[0].token_ids
@@ -100,7 +99,7 @@ def test_an_engine_takes_a_setting_or_names_it():
             assert answer is None or len(answer) == 4
             assert answer in (None, expected) or "kv_format" in {*given, *right}, (given, right)
             engine.check_invariants()
-    print(f"{EACH:,} settings tried, {taken:,} taken")
+    count_inputs("engine settings", EACH)
     assert EACH / 40 < taken < EACH
 
 
@@ -119,7 +118,7 @@ def test_a_model_that_is_none_is_refused(wrong):
 
 
 @pytest.mark.parametrize("make", [Speculator, AdaptiveSpeculator])
-def test_a_speculator_takes_a_draft_length_or_names_it(make):
+def test_a_speculator_takes_a_draft_length_or_names_it(make, count_inputs):
     draw, taken = random.Random(2), 0
     for _ in range(EACH // 8):
         value = any_value(draw)
@@ -128,6 +127,7 @@ def test_a_speculator_takes_a_draft_length_or_names_it(make):
             taken += 1
         except ValueError as error:
             assert "draft_length" in str(error)
+    count_inputs("draft lengths", EACH // 8)
     assert taken
 
 
@@ -157,7 +157,7 @@ def any_params(draw: random.Random):
 @pytest.mark.parametrize(
     "settings", [dict(), dict(kv="slots"), dict(speculator="ngram"), dict(batching="static")], ids=str
 )
-def test_a_request_is_taken_or_refused_and_the_others_go_on(settings):
+def test_a_request_is_taken_or_refused_and_the_others_go_on(settings, count_inputs):
     draw, taken = random.Random(3), 0
     engine = make_engine(tiny_model(), blocks=24, max_batch=4, clock=ManualClock(), records="summary", **settings)
     healthy, params = [5, 6, 7], SamplingParams(5)
@@ -180,7 +180,7 @@ def test_a_request_is_taken_or_refused_and_the_others_go_on(settings):
         if name is not None or number % 7 == 0:
             tokens = drain(engine)
             assert name is None or tokens[name] == expected
-    print(f"{EACH // 2:,} requests tried, {taken:,} taken")
+    count_inputs("requests", EACH // 2)
     assert EACH / 20 < taken < EACH / 2
     drain(engine)
     assert engine.generate([healthy], params)[0].token_ids == expected and engine.stats().blocks_live == 0

@@ -6,7 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from minillm.course.experiments import common
+from minillm.course.experiments.repeats import over_seeds
 from minillm.course.experiments.service import COST, FIGURES, simulated
 from minillm.course.figures import flat, service_row
 from minillm.course.setting import Setting, timed
@@ -21,7 +24,7 @@ from minillm.measure.measurement import EXACT, Measurement, Spread, provenance
 from minillm.measure.roofline import Ceilings, StepShape, StepWork, least_work
 from minillm.measure.service import PRICE, Service
 from minillm.measure.virtual import DEVICES, DataSheet
-from minillm.measure.workload import numbered_ids, play
+from minillm.measure.workload import WorkItem, numbered_ids, play
 from minillm.measure.workload import worked_example as workload
 
 
@@ -33,6 +36,10 @@ def setups(static_batch: int = 8, native: str = "bf16") -> tuple[tuple[str, str,
 
 
 SETUPS = setups()
+CROWDED = "static batch of 8, others waiting"  # not the articles': the same batch, asked by as many as paging serves
+CONTEXT, ANSWER = 4096, 300  # tokens: of a request, and of its answer
+VARY = 0.1  # by which an answer's length differs, as a share
+WEIGHTS_GB, OVERHEAD_GB = 16, 4  # of the 80 of the device
 COMPARED = {"peak_rows": "requests at once", "tokens_per_s": "tokens/s", "ttft_p50_s": "TTFT p50, s",
             "latency_p99_s": "latency p99, s", COST: "cost per 1M output tokens, $"}
 # What the articles say of these set-ups: an 8B model on one A100 80 GB. The figures are theirs, not measured here; None
@@ -43,64 +50,94 @@ ARTICLES = (
     {"peak_rows": 222, "tokens_per_s": 3900, "ttft_p50_s": None, "latency_p99_s": 6.8, "utilisation": None, COST: None},
 )
 MODEL, SHEET = ModelConfig.preset("llama-3-8b"), DEVICES["a100-80gb"]
-CONTEXT, ANSWER = 4096, 300  # tokens: of a request, and of its answer
-WEIGHTS_GB, OVERHEAD_GB = 16, 4  # of the 80 of the device
 
 
 def worked_example_rows(
-    base: Service, clients: int | None = None, requests: int | None = None, context: int = 4096, answer: int = 300,
-    scale: float = 1.0,
+    base: Service, clients: int | None = None, requests: int | None = None, context: int = CONTEXT,
+    answer: int = ANSWER, scale: float = 1.0, seed: int = 0, vary: float = 0.0,
 ) -> list[dict]:
     """Chats that fill their context, on one device: a static batch, continuous with paging, and 8-bit keys and values.
 
-    base: device, model and price; with `prompts_received` only answers are computed. A closed loop of
-    `clients`, by default as many as fit into memory, with three requests each.
+    base: device, model and price; with `prompts_received` only answers are computed. Each set-up is a closed loop, by
+    default of as many clients as fit into memory, with three requests each. The static batch of 8 is there twice: with
+    8 clients at once, which is the articles' baseline, and (CROWDED) with as many as the second set-up has, so that
+    most of them queue for eight rows. vary: by up to this share an answer is longer or shorter than `answer`.
     """
     check_at_least(1, clients=clients, requests=requests)
     check_positive(scale=scale)
     rows = []
-    for setup, kv_format, settings in SETUPS:
-        service = replace(base, kv_format=kv_format, max_step_tokens=2 * context)
+    for setup, kv_format, settings in (SETUPS[0], (CROWDED, *SETUPS[0][1:]), *SETUPS[1:]):
+        service = replace(base, kv_format=kv_format)
         fits = service.capacity(context).max_concurrent
         number = clients or max(1, fits)
-        service = replace(service, **{"max_batch": number, **settings})
-        items = workload(requests or 3 * number, context, answer, scale, ids=numbered_ids)
-        found = service_row(service.serve(items, number), "mean_rows", *COMPARED)
+        items = example_items(requests or 3 * number, context, answer, scale, seed, vary)
+        number = settings["max_batch"] if setup == SETUPS[0][0] else number
+        budget = (number if base.prompts_received else 2) * context  # tokens that are received need no computing
+        service = replace(service, **{"max_batch": number, "max_step_tokens": budget, **settings})
+        served = service.serve(items, number)
+        found = service_row(served, "mean_rows", *COMPARED)
         times = found["tokens_per_s"] / rows[0]["tokens_per_s"] if rows else 1.0
-        rows.append({"setup": setup, "clients": number, "fit_at_once": fits, "times_first": times, **found})
+        rows.append({"setup": setup, "clients": number, "fit_at_once": fits, "times_first": times, **found,
+                     "busy_share": served.summary["busy_s"] / served.summary["span_s"]})
     return rows
 
 
+def example_items(
+    requests: int, context: int, answer: int, scale: float = 1.0, seed: int = 0, vary: float = 0.0
+) -> list[WorkItem]:
+    """`workload`, whose prompts are numbered, with answers that are up to `vary` of their length longer or shorter, and
+    prompts as much shorter or longer: every context is full."""
+    items = workload(requests, context, answer, scale, seed, ids=numbered_ids)
+    if not vary:
+        return items
+    draw, given = np.random.default_rng(seed), []
+    for item, share in zip(items, draw.uniform(1 - vary, 1 + vary, requests), strict=True):
+        tokens, total = max(1, round(share * item.max_tokens)), len(item.prompt_ids) + item.max_tokens
+        first = item.prompt_ids.start
+        given.append(replace(item, prompt_ids=range(first, first + total - tokens), max_tokens=tokens))
+    return given
+
+
 def worked_example(setting: Setting) -> Measurement:
-    """The articles' service, with as many clients as fit and every history in the cache, as their figures imply."""
+    """The articles' service, with as many clients as fit and every history in the cache, as their figures imply.
+
+    Answers are 300 tokens give or take a tenth, which differs by seed: equal ones would all end in the same step.
+    """
     service, scale = Service(prompts_received=True), setting.size(0.1, 1.0)
-    rows = worked_example_rows(service, requests=setting.size(220, None), scale=scale)
-    shares = [memory_and_step(row, kv_format, round(CONTEXT * scale), service)
-              for row, (_, kv_format, _) in zip(rows, SETUPS, strict=True)]
-    rows = [{**row, "price_per_hour": PRICE, **more} for row, more in zip(rows, shares, strict=True)]
-    return simulated("worked_example", rows, setting)
+    formats = dict.fromkeys((SETUPS[0][0], CROWDED), SETUPS[0][1]) | {name: kv for name, kv, _ in SETUPS}
+
+    def one(seed: int) -> list[dict]:
+        rows = worked_example_rows(service, requests=setting.size(220, None), scale=scale, seed=seed, vary=VARY)
+        return [{**row, "price_per_hour": PRICE,
+                 **memory_and_step(row, formats[row["setup"]], round(CONTEXT * scale), service)} for row in rows]
+
+    compared = ("times_first", "mean_rows", "step_ms", *COMPARED)
+    return simulated("worked_example", over_seeds(setting, one, *compared), setting)
 
 
 def memory_and_step(row: dict, kv_format: str, context: int, service: Service) -> dict:
-    """Of a set-up's row: what its weights and the cache of its most rows take, and the least reading and arithmetic of
-    a step of its mean rows at full context, at the service's own rates."""
+    """Of a set-up's row: what its weights and the cache of its most rows take; the least reading and arithmetic of a
+    step of its mean rows at full context, at the service's own rates, and as shares of the data sheet's."""
     shape = StepShape.decode([context] * round(row["mean_rows"]))
-    work = least_work(service.cost.config, kv_format, shape, service.cost.weight_bytes)
+    work, limits = least_work(service.cost.config, kv_format, shape, service.cost.weight_bytes), sheet_limits(SHEET)
+    seconds = row["mean_rows"] / row["tokens_per_s"]
     return {
         "context_tokens": context, "weights_gb": service.capacity(context).weights_gb,
         "kv_peak_gb": row["peak_rows"] * context * kv_bytes_per_token(service.cost.config, kv_format) / GB,
         "reading_ms": work.bytes / service.cost.bytes_per_s * 1e3,
         "arithmetic_ms": work.flops / service.cost.flops_per_s * 1e3,
-        "step_ms": row["mean_rows"] / row["tokens_per_s"] * 1e3,
+        "step_ms": seconds * 1e3,
+        "bandwidth_share": limits.mbu(work, seconds), "arithmetic_share": limits.mfu(work, seconds),
     }
 
 
 def beside_the_articles(rows: Sequence[dict]) -> list[dict]:
-    """Our rows transposed: a row per figure, with the articles' and ours of each set-up.
+    """Our rows transposed: a row per figure, with the articles' and ours of each of their set-ups.
 
     Below each figure stands its ratio to that of the first set-up.
     """
-    table = []
+    table, by_setup = [], {row["setup"]: row for row in rows}
+    rows = [by_setup[setup] for setup, *_ in SETUPS]
     for key, title in COMPARED.items():
         for ratio in (False, True):
             row = {"figure": "  x static" if ratio else title}
@@ -169,9 +206,11 @@ def bandwidth_floor(rows: int, kv_format: str = "bf16", context: int = CONTEXT, 
 
 
 def gauges_of(rows: int, tokens_per_s: float, kv_format: str = "bf16", sheet: DataSheet = SHEET) -> dict:
-    """The step's time that these tokens/s imply, and the shares of bandwidth and arithmetic that it needs."""
+    """The step's time that these tokens/s imply, if steps follow one another without a pause, and what three gauges
+    then read: the time in use, and the shares of bandwidth and arithmetic that a step needs."""
     work, limits, seconds = step_work(rows, kv_format), sheet_limits(sheet), rows / tokens_per_s
-    return {"step_ms": seconds * 1e3, "bandwidth_share": limits.mbu(work, seconds),
+    steps_per_s = tokens_per_s / rows
+    return {"step_ms": seconds * 1e3, "busy_share": steps_per_s * seconds, "bandwidth_share": limits.mbu(work, seconds),
             "arithmetic_share": limits.mfu(work, seconds)}
 
 

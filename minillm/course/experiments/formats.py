@@ -8,8 +8,8 @@ differences, 0 to 1), and that norm for comparison.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from minillm.course.experiments.common import decode_seconds, measured, serve, step_row, warm_up
 from minillm.course.experiments.quality import QualityTask, python_help, quality_row, quality_tables, run_task
+from minillm.course.experiments.repeats import in_turns, with_spread
+from minillm.course.experiments.rounding import FP8_WEIGHTS, OTHER_GROUPS, OWN_GROUPS, NotExact, rounded
 from minillm.course.setting import Setting, timed
 from minillm.extras.key_scaling import ChannelScaling, KeyTransform
 from minillm.fast.memory import native_format
@@ -38,7 +40,7 @@ from minillm.ladder.records import Records
 from minillm.load.source import DEFAULT
 from minillm.measure import metrics
 from minillm.measure.measurement import Measurement, Spread
-from minillm.measure.roofline import StepShape
+from minillm.measure.roofline import StepShape, StepWork
 from minillm.measure.workload import chat
 from minillm.model.llama import Llama
 
@@ -46,8 +48,11 @@ REFERENCE_FORMAT, PLAIN_FORMAT = "fp32", "bf16"  # what quality, and what memory
 TOKEN_BLOCK = 32  # tokens that share a scale where keys are stored per channel
 KV_TABLES = quality_tables("scheme", kv_bytes_per_token="bytes per token", share_of_16_bit="of 16 bit")
 WEIGHT_TABLES = quality_tables(
-    "weights", read_mb="MB read a step", bits_per_weight="bits per weight", baseline="baseline"
+    "weights", read_mb="MB read a step", bits_per_weight="bits per weight", differing_logits="logits that differ",
+    logits="of", baseline="baseline"
 )
+TURNS = 3  # of each set-up that is timed
+LOGIT_TOKENS = 256  # of the text whose logits are compared one by one
 
 
 # -- ways to store keys ---------------------------------------------------------------------------
@@ -134,7 +139,8 @@ class PerChannelKeys(NativeStore):
 class Scheme:
     """A way to store keys and values: a format, and which of `key_transforms` the keys go through before.
 
-    main: measured in quick mode too, and not on losses alone but with codes to find and prompts to answer.
+    main: measured in quick mode too, and not on losses alone but with codes to find and prompts to answer. much: on
+    all documents, where the others have a third of the long ones (`QualityTask.asking`).
     served: whether the engine can be given it; if not, keys are stored per channel.
     """
 
@@ -143,6 +149,7 @@ class Scheme:
     keys: str = "as they are"
     main: bool = True
     served: bool = True
+    much: bool = False
 
     def storage(self, model, transform: KeyTransform | None, slots: int) -> KVStorage:
         """An empty store with `slots` slots."""
@@ -153,10 +160,10 @@ class Scheme:
 
 
 SCHEMES = (
-    Scheme("fp32", "fp32"),
+    Scheme("fp32", "fp32", much=True),
     Scheme("int8", "int8"),
     Scheme("fp8", "fp8", "rotated (Hadamard)"),
-    Scheme("int4", "int4", "rotated (Hadamard)"),
+    Scheme("int4", "int4", "rotated (Hadamard)", much=True),
     Scheme("int4, calibrated", "int4", "calibrated, then rotated"),
     Scheme("int4, keys as they are", "int4"),
     Scheme("int4, keys per channel", "int4", main=False, served=False),
@@ -179,18 +186,19 @@ def scheme_rows(
     model, tokenizer, task: QualityTask, calibration: tuple[Tensor, Tensor], schemes: Iterable[Scheme]
 ) -> Iterator[dict]:
     """The rows of `kv_quality`, each against the first; calibration: what `key_transforms` takes."""
-    transforms, losses_only, reference = key_transforms(*calibration), replace(task, codes={}, prompts=[]), None
+    transforms, reference = key_transforms(*calibration), None
     for scheme in schemes:
         transform, stored = transforms[scheme.keys], kv_bytes_per_token(model.config, scheme.kv_format)
+        asked = task.asking(scheme.much, scheme.main)
         got = run_task(
-            model, tokenizer, task if scheme.main else losses_only, partial(scheme.storage, model, transform),
-            kv_format=scheme.kv_format, key_transform=transform,
+            model, tokenizer, asked, partial(scheme.storage, model, transform), kv_format=scheme.kv_format,
+            key_transform=transform,
         )
         reference = reference or got
         yield {
             "scheme": scheme.name, "kv_format": scheme.kv_format, "served": scheme.served, "kv_bytes_per_token": stored,
             "share_of_16_bit": stored / kv_bytes_per_token(model.config, PLAIN_FORMAT),
-            **quality_row(task, got, reference),
+            **quality_row(asked, got, reference),
         }
 
 
@@ -234,56 +242,115 @@ def concurrency_columns(records: Records) -> dict:
 # -- weights in fewer bits ------------------------------------------------------------------------
 
 
-def weight_formats(setting: Setting, plain: Llama) -> Iterator[tuple[str, Llama]]:
-    """The model as it was loaded, then in each weight format, by name."""
-    for weight_format in setting.each("weight formats", (None, *WEIGHT_FORMATS)):
-        model = quantize_weights(plain, weight_format) if weight_format else plain
-        yield weight_format or native_format(plain.dtype), model
+@dataclass(frozen=True)
+class WeightScheme:
+    """A way to store weights. make: from the model as loaded to one that has them so, and the bytes that a step reads
+    of them. main, much: as of a `Scheme`."""
+
+    name: str
+    make: Callable[[Llama], tuple[Llama, float]]
+    main: bool = True
+    much: bool = False
+
+
+def served_weights(plain: Llama) -> list[WeightScheme]:
+    """As they were loaded, then each weight format that can be served."""
+
+    def quantized(name: str, model: Llama) -> tuple[Llama, float]:
+        small = quantize_weights(model, name)
+        return small, small.weight_bytes
+
+    loaded = WeightScheme(native_format(plain.dtype), lambda model: (model, model.weight_bytes), much=True)
+    return [loaded, *(WeightScheme(name, partial(quantized, name), much=name == "int4") for name in WEIGHT_FORMATS)]
+
+
+def weight_schemes(setting: Setting, plain: Llama) -> list[WeightScheme]:
+    """The same, then ways that are only measured (`rounding.py`); last the one in which the checkpoint was once stored
+    and which loses nothing, if there is such a one."""
+    others = [FP8_WEIGHTS, *(() if setting.quick else OTHER_GROUPS), OWN_GROUPS]
+    return [*served_weights(plain), *(WeightScheme(way.name, partial(rounded, rounding=way), main=way is FP8_WEIGHTS)
+                                      for way in others)]
 
 
 def weight_quality(setting: Setting) -> Measurement:
-    """Each weight format over keys and values in fp32: quality against the weights as they were loaded.
+    """Ways to store weights over keys and values in fp32: quality against the weights as they were loaded.
 
-    The default checkpoint was itself stored in 4 bits once, in groups of 32, so its numbers
-    are kinder to 4 bits than a model's that never was: `baseline` says so in every row.
+    int8 and int4 are the formats that can be served: a scale per output channel, and a scale and a middle per 64
+    inputs. The default checkpoint was itself stored in 4 bits once, in groups of 32 inputs, so its numbers are kinder
+    to those very groups, where nothing is lost, and perhaps to others, than a model's that never was: `baseline` says
+    so in every row.
     """
-    plain, task = setting.model, QualityTask.of(setting)
+    plain, task, rows, reference = setting.model, QualityTask.of(setting), [], None
     baseline = "once Q4_1, dequantised" if setting.model_name == DEFAULT else "as loaded"
-    rows, reference = [], None
-    for name, model in weight_formats(setting, plain):
+    probe = task.documents[0, :LOGIT_TOKENS]
+    wanted = all_logits(plain, probe)
+    for scheme in setting.each("weight formats", weight_schemes(setting, plain)):
+        try:
+            model, stored = scheme.make(plain)
+        except NotExact:  # the checkpoint was never stored so
+            continue
+        asked = task.asking(scheme.much, scheme.main)
         storage_for = partial(kv_storage, model.config, REFERENCE_FORMAT, device=model.device)
-        got = run_task(model, setting.tokenizer, task, storage_for, kv_format=REFERENCE_FORMAT)
+        got = run_task(model, setting.tokenizer, asked, storage_for, kv_format=REFERENCE_FORMAT)
         reference = reference or got
         rows.append({
-            "weights": name, "read_mb": model.weight_bytes / 1e6,
-            "bits_per_weight": 8 * model.weight_bytes / (plain.weight_bytes // plain.dtype.itemsize),
-            "baseline": baseline, **quality_row(task, got, reference),
+            "weights": scheme.name, "read_mb": stored / 1e6,
+            "bits_per_weight": 8 * stored / (plain.weight_bytes // plain.dtype.itemsize),
+            "differing_logits": int((all_logits(model, probe) != wanted).sum()), "logits": wanted.numel(),
+            "baseline": baseline, **quality_row(asked, got, reference),
         })
     return measured("weight_quality", plain, setting.model_name, rows, None, setting.seed)
+
+
+@torch.inference_mode()
+def all_logits(model, ids: Tensor) -> Tensor:
+    """The logits [N, V] after each token of ids [N], which is one prompt."""
+    ids = ids.to(model.device)
+    return model.forward(ids, torch.arange(len(ids), device=model.device), NoCache())
 
 
 @timed
 def weight_speed(setting: Setting) -> Measurement:
     """A decode step by weight format and rows: time, share of the bandwidth, and the cache that has room beside.
 
-    cache_tokens_in_1_gib: tokens of 16-bit cache that fit beside the weights, the embedding table counted.
+    At each number of rows the formats take turns. cache_tokens_in_1_gib: tokens of 16-bit cache that fit beside the
+    weights, the embedding table counted.
     """
-    plain, steps, prompt = setting.timed_model, setting.size(8, 16), 16
-    cache_token, rows, spread = kv_bytes_per_token(plain.config, PLAIN_FORMAT), [], None
-    for name, model in weight_formats(setting, plain):
-        left = (1 << 30) - model.weight_bytes - model.embedding.nbytes
-        for number in setting.size((1, 8), (1, 2, 4, 8, 16, 32)):
-            seconds = decode_seconds(model, number, prompt, steps)
-            spread = spread or seconds
+    plain, steps, prompt = setting.timed_model, setting.size(6, 12), 16
+    models = {scheme.name: scheme.make(plain)[0] for scheme in served_weights(plain)}
+    rows, spread = [], None
+    for number in setting.each("weight_speed", setting.size((1, 8), (1, 2, 4, 8, 16, 32))):
+        runs = in_turns({name: partial(decode_seconds, model, number, prompt, steps)
+                         for name, model in models.items()}, TURNS)
+        before = next(iter(runs.values()))
+        spread = spread or before[0]
+        for name, model in models.items():
             work = setting.work(StepShape.decode([prompt + steps // 2] * number), model)
-            rows.append({
-                "weights": name, "rows": number, "read_mb": model.weight_bytes / 1e6,
-                **step_row(setting, work, seconds, number), "cache_tokens_in_1_gib": max(0, left) // cache_token,
-            })
-    for row in rows:
-        as_loaded = next(first for first in rows if first["rows"] == row["rows"])
-        row["times_faster"] = as_loaded["step_ms"] / row["step_ms"]
+            rows.append({"weights": name, "rows": number, "read_mb": model.weight_bytes / 1e6,
+                         **turns_row(setting, work, runs[name], number, [run.median for run in before]),
+                         "cache_tokens_in_1_gib": tokens_beside(model)})
+    rows.sort(key=lambda row: list(models).index(row["weights"]))
     return measured("weight_speed", plain, setting.timed_name, rows, spread)
+
+
+def turns_row(
+    setting: Setting, work: StepWork, runs: Sequence[Spread], number: int, before: Sequence[float]
+) -> dict:
+    """`step_row` over the steps of all turns, with the spread of the turns' medians. before: the seconds of the same
+    turns with the weights as loaded."""
+    readings, medians = [each for run in runs for each in run.readings], [run.median for run in runs]
+    row = step_row(setting, work, Spread.of(readings, runs[0].warmups), number)
+    return {
+        **row, **with_spread("step_ms", [each * 1e3 for each in medians]), "tokens_per_s": number / median(medians),
+        **with_spread("times_faster", [old / new for old, new in zip(before, medians, strict=True)]),
+        "turns": len(runs),
+    }
+
+
+def tokens_beside(model: Llama) -> int:
+    """Tokens of 16-bit cache in what weights and embedding table leave of 1 GiB."""
+    left = (1 << 30) - model.weight_bytes - model.embedding.nbytes
+    return max(0, left) // kv_bytes_per_token(model.config, PLAIN_FORMAT)
 
 
 # -- the errors of keys in int4 -------------------------------------------------------------------

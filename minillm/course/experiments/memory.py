@@ -8,6 +8,7 @@ from statistics import mean
 
 from minillm.course.experiments.common import decode_seconds, serve, spread_columns, warm_up
 from minillm.course.experiments.limits import one_cached_step
+from minillm.course.experiments.repeats import over_seeds
 from minillm.course.experiments.service import simulated, under_load
 from minillm.course.figures import LATENCIES, service_row
 from minillm.course.setting import Setting, timed
@@ -139,24 +140,28 @@ def cost_of_blocks(setting: Setting, steps: int = 8) -> Measurement:
 
 def out_of_cache(setting: Setting) -> Measurement:
     """A server with a bounded queue that refuses requests: with little memory for the cache, and with all of it."""
-    items = chat(setting.size(60, 300), rate=6.0, scale=0.5, seed=setting.seed)
-    items = [replace(item, max_tokens=4096, stop_after=8 * item.output_tokens) for item in items]
-    rows = []
-    for memory_gb in (5, 60):
-        found = under_load(Service(kv_memory=memory_gb * GB, max_waiting=4), items)
-        rows.append({"cache_gb": memory_gb, **{name: value for name, value in found.items() if name != "records"}})
-    return simulated("out_of_cache", rows, setting)
+    compared = ("refused", "refused_share", "cache_peak_share", "busy_share", "mfu", "mbu", "tokens_per_s")
+
+    def memories(seed: int) -> list[dict]:
+        items = chat(setting.size(60, 300), rate=6.0, scale=0.5, seed=seed)
+        items = [replace(item, max_tokens=4096, stop_after=8 * item.output_tokens) for item in items]
+        runs = {gb: under_load(Service(kv_memory=gb * GB, max_waiting=4), items) for gb in (5, 60)}
+        return [{"cache_gb": gb, **{name: value for name, value in run.items() if name != "records"}}
+                for gb, run in runs.items()]
+
+    return simulated("out_of_cache", over_seeds(setting, memories, *compared, *LATENCIES), setting)
 
 
 def output_caps(setting: Setting) -> Measurement:
     """The same chats under a cap of 8,000 tokens an answer and under one of 400, as slots and as blocks."""
-    items = chat(setting.size(40, 300), rate=6.0, scale=0.5, seed=setting.seed)
-    items = [replace(item, stop_after=2 * item.output_tokens) for item in items]
-    rows = []
-    for kv in ("slots", "paged"):
-        for cap in (8_000, 400):
-            asked = [replace(item, max_tokens=cap) for item in items]
-            served = Service(kv=kv, kv_memory=12 * GB).serve(asked)
-            rows.append({"kv": kv, "cap_tokens": cap,
-                         **service_row(served, "tokens_per_s", "mean_rows", "wasted_share", *LATENCIES)})
-    return simulated("output_caps", rows, setting)
+    columns = ("tokens_per_s", "mean_rows", "wasted_share", *LATENCIES)
+
+    def caps(seed: int) -> list[dict]:
+        items = chat(setting.size(40, 300), rate=6.0, scale=0.5, seed=seed)
+        items = [replace(item, stop_after=2 * item.output_tokens) for item in items]
+        asked = {cap: [replace(item, max_tokens=cap) for item in items] for cap in (8_000, 400)}
+        return [{"kv": kv, "cap_tokens": cap,
+                 **service_row(Service(kv=kv, kv_memory=12 * GB).serve(asked[cap]), *columns)}
+                for kv in ("slots", "paged") for cap in asked]
+
+    return simulated("output_caps", over_seeds(setting, caps, *columns), setting)

@@ -14,7 +14,7 @@ import math
 import platform
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -39,6 +39,7 @@ ERROR_BLOCK = 64  # neighbouring tokens that count as one observation
 FREQUENCIES = {"rare_tokens": (0, 10), "medium_tokens": (10, 200), "common_tokens": (200, math.inf)}
 POSITIONS = {"at_under_256": (0, 256), "at_256_to_1k": (256, 1024), "at_1k_to_2k": (1024, 2048),
              "at_2k_to_4k": (2048, 4096)}
+FEWER = 3  # of so many documents, a format from which less is asked has one
 LENGTHS = (256, 768), (512, 1024, 2048), (512, 1024, 2048, 4096)  # of texts that hide codes: quick, full, on a GPU
 
 
@@ -51,15 +52,16 @@ class Corpus:
     source: str
     sha256: str
 
-    def documents(self, number: int, tokens: int) -> Tensor:
+    def documents(self, number: int, tokens: int, begin: float = 0.0, end: float = 1.0) -> Tensor:
         """`number` pieces [number, tokens + 1], evenly spaced and clear of the calibration text.
 
-        Raises ValueError if they would overlap.
+        begin, end: the part of the text that they are taken from, as shares. Raises ValueError if they would overlap.
         """
-        usable = len(self.ids) - CALIBRATION_TOKENS
+        first, last = (round(share * (len(self.ids) - CALIBRATION_TOKENS)) for share in (begin, end))
+        usable = last - first
         if number * (tokens + 1) > usable:
             raise ValueError(f"{number} pieces of {tokens:,} tokens and one do not fit into the text's {usable:,}")
-        return torch.stack([self.ids[i * usable // number :][: tokens + 1] for i in range(number)])
+        return torch.stack([self.ids[first + i * usable // number :][: tokens + 1] for i in range(number)])
 
     @property
     def calibration(self) -> Tensor:
@@ -83,7 +85,8 @@ def python_help(tokenizer) -> Corpus:
 @dataclass(frozen=True)
 class QualityTask:
     """What every format is given: documents [R, T + 1] and copies [R', 2 T' + 1] to predict, codes to find by the
-    length of the text that hides them, prompts to answer greedily with `max_tokens` each."""
+    length of the text that hides them, prompts to answer greedily with `max_tokens` each, and short documents
+    [R'', t + 1], which hold most of the tokens at early positions; None: there are none."""
 
     corpus: Corpus
     documents: Tensor
@@ -91,50 +94,84 @@ class QualityTask:
     codes: dict[int, list[list[HiddenCode]]] = field(default_factory=dict)
     prompts: list[list[int]] = field(default_factory=list)
     max_tokens: int = 0
+    short: Tensor | None = None
 
     @classmethod
     def of(cls, setting: Setting) -> QualityTask:
         """The whole task at the sizes of a setting."""
         tokenizer, corpus = setting.tokenizer, python_help(setting.tokenizer)
-        documents = corpus.documents(*setting.size((1, 1024), (3, 4096), (12, 4096)))
+        documents = corpus.documents(*setting.size((1, 1024), (6, 4096), (12, 4096)), end=0.5)
+        short = None if setting.quick else corpus.documents(64, 256, begin=0.5)
         copies = repeated(setting.config.vocab_size, *setting.size((1, 256), (4, 256), (16, 256)), seed=setting.seed)
         texts = range(setting.size(1, 2, 8))
-        codes = {length: [hidden_codes(tokenizer, corpus, length, 4, seed) for seed in texts]
+        codes = {length: [hidden_codes(tokenizer, corpus, length, len(DOORS), seed) for seed in texts]
                  for length in setting.size(*LENGTHS)}
         number, max_tokens = setting.size((4, 24), (8, 32), (24, 64))
         prompts = [tokenizer.chat(prompt) for prompt in CHAT_PROMPTS[:number]]
-        return cls(corpus, documents, copies, codes, prompts, max_tokens)
+        return cls(corpus, documents, copies, codes, prompts, max_tokens, short)
+
+    def asking(self, much: bool, abilities: bool) -> QualityTask:
+        """As it is, or without short documents and two thirds of the long ones; with codes and prompts, or without."""
+        task = self if much else replace(self, documents=self.documents[::FEWER], short=None)
+        return task if abilities else replace(task, codes={}, prompts=[])
 
 
 @dataclass(frozen=True)
 class QualityResult:
-    """What one format did with the task. found: by length, whether each code was named; greedy: the answers' tokens."""
+    """What one format did with the task. found: by length, whether each code was named; greedy: the answers' tokens;
+    short: the losses of the short documents, if there are any."""
 
     losses: Losses
     copying: Losses
     found: dict[int, list[bool]]
     greedy: list[list[int]]
+    short: Losses | None = None
 
 
 def run_task(model, tokenizer, task: QualityTask, storage_for, **engine_settings) -> QualityResult:
     """One format's result; `storage_for` as in `token_losses`, `engine_settings` for codes and prompts."""
     losses, copying = (token_losses(model, texts, storage_for) for texts in (task.documents, task.copies))
+    short = None if task.short is None else token_losses(model, task.short, storage_for)
     longest = max(task.codes, default=0) + 512  # with the question around the text
     make = partial(Engine, model, max_context=longest, max_step_tokens=512, **engine_settings)
     found = {length: [right for questions in texts for right in retrieved(make(), tokenizer, questions)]
              for length, texts in task.codes.items()}
     greedy = make().generate(task.prompts, SamplingParams(max_tokens=task.max_tokens)) if task.prompts else []
-    return QualityResult(losses, copying, found, [answer.token_ids for answer in greedy])
+    return QualityResult(losses, copying, found, [answer.token_ids for answer in greedy], short)
 
 
 def quality_row(task: QualityTask, got: QualityResult, reference: QualityResult) -> dict:
-    """Quality as columns: the loss and its parts, codes found, agreement of greedy answers, and which text it was."""
+    """Quality as columns: the loss and its parts, codes found, agreement of greedy answers, and which text it was.
+
+    reference: of the whole task, of which this one may be a part (`QualityTask.asking`).
+    """
     return {
-        **loss_columns(got.losses, reference.losses, task.documents, task.corpus.occurrences),
+        **text_columns(task, got, reference),
         **copy_columns(got.copying, reference.copying, task.copies),
         **found_columns(got.found, reference.found), **greedy_columns(got.greedy, reference.greedy),
         "text": task.corpus.source, "text_sha256": task.corpus.sha256,
     }
+
+
+def text_columns(task: QualityTask, got: QualityResult, reference: QualityResult) -> dict:
+    """`loss_columns` over all documents of a task, long and short."""
+    every = FEWER if len(reference.losses.nats) > len(task.documents) else 1
+    texts = [(got.losses, Losses(*(part[::every] for part in reference.losses)), task.documents)]
+    if task.short is None:
+        return loss_columns(*texts[0], task.corpus.occurrences)
+    texts.append((got.short, reference.short, task.short))
+    nats = [[in_blocks(losses[which].nats) for losses in texts] for which in range(2)]
+    choices = [[in_blocks(losses[which].first_choice) for losses in texts] for which in range(2)]
+    losses, before = (Losses(torch.cat(nats[which]), torch.cat(choices[which])) for which in range(2))
+    targets = [documents[:, 1:] for *_, documents in texts]
+    places = [torch.arange(tokens.shape[1]).expand_as(tokens) for tokens in targets]
+    joined = (torch.cat([in_blocks(part) for part in parts]) for parts in (targets, places))
+    return token_columns(losses, before, *joined, task.corpus.occurrences)
+
+
+def in_blocks(values: Tensor) -> Tensor:
+    """values [R, T] -> [R * T / ERROR_BLOCK, ERROR_BLOCK], so that texts of several lengths can be joined."""
+    return values.unflatten(1, (-1, ERROR_BLOCK)).flatten(0, 1)
 
 
 def quality_tables(key: str, **first: str) -> tuple[dict[str, str], ...]:
@@ -206,7 +243,14 @@ def _sums_of_blocks(values: Tensor) -> Tensor:
 def loss_columns(losses: Losses, reference: Losses, documents: Tensor, occurrences: Tensor) -> dict:
     """Perplexity, its change against the reference's, and the loss by token frequency and by position."""
     targets = documents[:, 1:]
-    count, positions = occurrences[targets], torch.arange(targets.shape[1]).expand_as(targets)
+    return token_columns(losses, reference, targets, torch.arange(targets.shape[1]).expand_as(targets), occurrences)
+
+
+def token_columns(
+    losses: Losses, reference: Losses, targets: Tensor, positions: Tensor, occurrences: Tensor
+) -> dict:
+    """The same of tokens [R, T], of each row neighbours, at these positions [R, T]."""
+    count = occurrences[targets]
     mean, error = with_error(losses.nats)
     change, change_error = with_error(losses.nats - reference.nats)
     row = {

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minillm.course.experiments.common import measured
 from minillm.course.experiments.ladder import compare
+from minillm.course.experiments.repeats import with_spread
 from minillm.course.prompts import CHAT_PROMPTS, COPY_PROMPTS
 from minillm.course.setting import Setting, timed
 from minillm.extras.adaptive import AdaptiveSpeculator
@@ -33,6 +34,7 @@ from minillm.measure.virtual import uniform
 
 ADAPTIVE = 8  # the most drafts that the adaptive length may choose
 USUAL = 4  # the draft length at which batches are compared
+TURNS = 3  # of plain decoding and of each kind of drafts
 PURPOSE = 7  # of the uniform numbers that decide where a replayed draft is wrong
 
 
@@ -136,20 +138,31 @@ class Sweep(Speculator):
 
 
 def step_costs(model, batches: Iterable[int], lengths: Sequence[int], repeats: int) -> Iterator[dict]:
-    """A step's time against the tokens it verifies. All drafts are id 0, and rejected."""
+    """A step's time against the tokens it verifies. All drafts are id 0, and rejected.
+
+    The lengths follow one another in every round of steps; `times_plain` is taken in each of `turns` parts of the run.
+    """
     for batch in batches:
         prompts = [[1 + row % 97] * 16 for row in range(batch)]
         sweep = Sweep(ReplayProposer({tuple(prompt): [0] * 4096 for prompt in prompts}, lambda i: True), lengths)
         tokens = (repeats + 1) * len(lengths) + max(lengths) + 2  # near its end a request drafts fewer
-        steps, plain = full_steps(decode(model, prompts, tokens, batch, sweep)[0], batch), None
-        for k in sorted(lengths):
-            spread = Spread.of([s.duration for s in steps if s.drafted_tokens == k * batch][1:], warmups=1)
-            plain = plain or spread.median
+        steps = full_steps(decode(model, prompts, tokens, batch, sweep)[0], batch)
+        seconds = {k: [s.duration for s in steps if s.drafted_tokens == k * batch][1:] for k in sorted(lengths)}
+        plain = parts(seconds[min(lengths)])
+        for k, durations in seconds.items():
+            spread, own = Spread.of(durations, warmups=1), parts(durations)
             yield {
                 "part": "step cost", "drafts": "wrong", "k": k, "batch": batch, "step_tokens": batch * (k + 1),
                 "step_ms": spread.median * 1e3, "min_ms": spread.min * 1e3, "max_ms": spread.max * 1e3,
-                "times_plain": spread.median / plain,
+                **with_spread("times_plain", [mine / bare for mine, bare in zip(own, plain, strict=False)]),
+                "turns": min(len(own), len(plain)),
             }
+
+
+def parts(durations: Sequence[float]) -> list[float]:
+    """The medians of TURNS equal stretches of a run, one after another; of each duration where there are fewer."""
+    size = max(1, len(durations) // TURNS)
+    return [median(durations[start : start + size]) for start in range(0, size * min(TURNS, len(durations)), size)]
 
 
 def predict(costs: Sequence[dict], batch: int, drafts: float, tokens: float) -> float:
@@ -180,14 +193,14 @@ def draftings(
         found += [(*kind, k, 1) for k in lengths]
         found += [(*kind, USUAL, batch) for batch in batches if batch > 1]
         found += [(*kind, "adaptive", batch) for batch in (1, batches[-1]) if kind in kinds]
-    return found
+    return list(dict.fromkeys(found))
 
 
 class DraftBenchmark:
-    """Drafting beside plain decoding of the same prompts in the same batch, which is run once and kept."""
+    """Drafting beside plain decoding of the same prompts in the same batch, whose runs are kept."""
 
     def __init__(self, model, tokenizer, few: int, tokens: int, turns: int, seed: int) -> None:
-        """few: prompts at batch 1. turns: how often plain and speculative runs alternate; medians are kept."""
+        """few: prompts at batch 1. turns: how often plain and speculative runs take turns; medians are kept."""
         self.model, self.few, self.tokens, self.turns, self.seed = model, few, tokens, turns, seed
         texts = {"copy": COPY_PROMPTS, "chat": CHAT_PROMPTS}
         self.prompts = {kind: [tokenizer.chat(text) for text in texts[kind]] for kind in texts}
@@ -210,22 +223,57 @@ class DraftBenchmark:
     def row(self, prompts: str, drafts: str, k: int | str, batch: int, costs: Sequence[dict]) -> dict:
         """A line of the table. prompts: "copy" or "chat"; drafts: "n-gram", "drafter", or "replay 0.7"; k: a draft
         length, or "adaptive"; costs: the rows of `step_costs`, by which the speed-up is predicted."""
+        (row,) = self.rows([(prompts, drafts, k, batch)], costs)
+        return row
+
+    def rows(self, lines: Sequence[tuple[str, str, int | str, int]], costs: Sequence[dict]) -> list[dict]:
+        """Lines of the same prompts in the same batch, as `row` takes them. In each turn plain decoding and all of them
+        run once; a replay, which is judged by nothing, in the first turn alone."""
+        prompts, batch = lines[0][0], lines[0][3]
         own = self.prompts[prompts]
         asked = [own[i % len(own)] for i in range(max(batch, self.few))]  # one for each row, at small batches a few
-        plain, runs, counts = self.plain.setdefault((prompts, batch), []), [], []
-        for turn in range(self.turns + (k == "adaptive")):
+        plain = self.plain.setdefault((prompts, batch), [])
+        runs: dict[tuple, list[tuple[Counted, Records, list[list[int]]]]] = {line: [] for line in lines}
+        for turn in range(self.turns):
             if turn >= len(plain):
                 plain.append(decode(self.model, asked, self.tokens, batch))
-            counts.append(self.speculator(drafts, k, asked, plain[0][1]))
-            runs.append(decode(self.model, asked, self.tokens, batch, counts[-1]))
-        speed, before = (median(tokens_per_s(records, batch) for records, _ in some) for some in (runs, plain))
+            for line in reversed(lines) if turn % 2 else lines:
+                if turn == 0 or not is_replay(line[1]):
+                    counted = self.speculator(*line[1:3], asked, plain[0][1])
+                    runs[line].append((counted, *decode(self.model, asked, self.tokens, batch, counted)))
+        return [self.line(line, runs[line], plain, asked, costs) for line in lines]
+
+    def line(
+        self, line: tuple[str, str, int | str, int], runs: Sequence[tuple[Counted, Records, list[list[int]]]],
+        plain: Sequence[tuple[Records, list[list[int]]]], asked: Sequence[list[int]], costs: Sequence[dict],
+    ) -> dict:
+        """The row of one line: its runs beside those of plain decoding in the same turns."""
+        prompts, drafts, k, batch = line
+        counted, records, outputs = runs[0]
+        speeds = [tokens_per_s(run, batch) for _, run, _ in runs]
+        before = [tokens_per_s(run, batch) for run, _ in plain[: len(runs)]]
         return {
-            "part": "replay" if drafts.startswith("replay") else "real",
-            "prompts": prompts, "drafts": drafts, "k": k, "batch": batch, **drafted_columns(runs[0][0], batch, costs),
-            "tried_by_place": counts[0].tried, "right_by_place": counts[0].right,
-            "tokens_per_s": speed, "plain_tokens_per_s": before, "speedup": speed / before,
-            "same_tokens": compare(self.model, asked, runs[0][1], plain[0][1])["identical"],
+            "part": "replay" if is_replay(drafts) else "real",
+            "prompts": prompts, "drafts": drafts, "k": k, "batch": batch, **drafted_columns(records, batch, costs),
+            "tried_by_place": counted.tried, "right_by_place": counted.right,
+            "tokens_per_s": median(speeds), "plain_tokens_per_s": median(before),
+            **with_spread("speedup", [now / old for now, old in zip(speeds, before, strict=True)]),
+            "turns": len(runs),
+            "same_tokens": compare(self.model, asked, outputs, plain[0][1])["identical"],
         }
+
+
+def is_replay(drafts: str) -> bool:
+    """Whether drafts are right or wrong to order, and no drafter's."""
+    return drafts.startswith("replay")
+
+
+def by_batch(lines: Sequence[tuple[str, str, int | str, int]]) -> list[list[tuple[str, str, int | str, int]]]:
+    """Lines of the same prompts in the same batch together."""
+    groups: dict[tuple[str, int], list] = {}
+    for line in lines:
+        groups.setdefault((line[0], line[3]), []).append(line)
+    return list(groups.values())
 
 
 def drafted_columns(records: Records, batch: int, costs: Sequence[dict]) -> dict:
@@ -283,12 +331,15 @@ def speculation(setting: Setting) -> Measurement:
     lengths = setting.size((2, 4, 7), (1, 2, 4, 8), (1, 2, 3, 4, 6, 8))
     decode(model, [list(range(16))] * 2, 4, 2)  # warm up
     rows = list(step_costs(model, setting.each("step costs", batches), sorted({0, 1, *lengths, ADAPTIVE}),
-                           setting.size(3, 5)))
+                           setting.size(3, 9)))
     batches = tuple(dict.fromkeys(row["batch"] for row in rows))  # those that the budget allowed
     rows.append(sampling_check(200_000, setting.seed))
-    bench = DraftBenchmark(model, setting.tokenizer, *setting.size((2, 32, 1), (4, 48, 1), (8, 96, 3)), setting.seed)
-    table = draftings(lengths, batches, setting.size((0.8,), (0.5, 0.8), (0.5, 0.7, 0.9)), bench.drafter is not None)
-    rows += [bench.row(*line, rows) for line in setting.each("speculation", table)]
+    bench = DraftBenchmark(model, setting.tokenizer, *setting.size((2, 24), (4, 48), (8, 96)), TURNS, setting.seed)
+    in_batches = setting.size(tuple(dict.fromkeys((batches[0], batches[-1]))), batches, batches)
+    table = draftings(setting.size((USUAL,), lengths), in_batches, setting.size((0.8,), (0.5, 0.8), (0.5, 0.7, 0.9)),
+                      bench.drafter is not None)
+    for lines in setting.each("speculation", by_batch(table)):
+        rows += bench.rows(lines, rows)
     rows += crossovers(rows)
     spread = Spread.of([row["step_ms"] for row in rows if row["part"] == "step cost" and row["batch"] == 1][:1], 1)
     return measured("speculation", model, setting.model_name, rows, spread, setting.seed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -86,10 +86,13 @@ def request_lives(records: Records) -> Figure:
     return figure
 
 
-def over_time(runs: Mapping[str, Records], title: str | None = None) -> Figure:
-    """Rows of the step, its duration, requests waiting, and the share of the cache that is held, one column a run.
+def over_time(
+    runs: Mapping[str, Records], title: str | None = None, limits: Mapping[str, int] | None = None
+) -> Figure:
+    """Rows of the step, its duration, requests waiting if any ever do, and the share of the cache that is held, one
+    column a run. limits: the most rows that a run's service allows, drawn as a line.
 
-    Needs records="all".
+    Of a service of several GPUs the fullest is drawn, and the column says so. Needs records="all".
     """
     if title is None:
         parts = [f"{metrics.batch(records)['mean_rows']:.1f} rows on average, "
@@ -97,24 +100,69 @@ def over_time(runs: Mapping[str, Records], title: str | None = None) -> Figure:
                  for records in runs.values()]
         title = ";  ".join(f"{name}: {part}" for name, part in zip(runs, parts, strict=True))
         title = title if len(runs) > 1 else parts[0]
-    panels = (("rows in a step", useful_rows), ("ms a step", lambda step: 1e3 * step.duration),
-              ("waiting", lambda step: step.waiting), ("cache held", cache_share))
-    with drawing(4, len(runs), size=(max(7, 5 * len(runs)), 7), sharex="col", sharey="row") as (figure, axes):
+    panels = panels_of(runs)
+    with drawing(len(panels), len(runs), size=(max(7, 5 * len(runs)), 1 + 1.5 * len(panels)), sharex="col",
+                 sharey="row") as (figure, axes):
         for line, (label, value) in enumerate(panels):
             most = max(value(step) for records in runs.values() for step in records.steps)
             for ax, records in zip(axes[line], runs.values(), strict=True):
                 times, heights = over_moments(records.steps, value)
                 ax.fill_between([moment - records.began for moment in times], heights, step="post",
-                                color=plots.colour(line + 1), linewidth=0)
+                                color=plots.colour(COLOUR_OF[label]), linewidth=0)
             first = axes[line, 0]
-            first.set(ylabel=label, ylim=(0, 1 if value is cache_share else max(1, 1.08 * most)))
+            first.set(ylabel=label, ylim=(0, top_of_axis(value, most)))
             first.yaxis.set_major_locator(MaxNLocator(4, integer=value is not cache_share))
             first.yaxis.set_major_formatter(PercentFormatter(1) if value is cache_share else plots.thousands)
-        for column, name in enumerate(runs):
-            axes[0, column].set_title(name if len(runs) > 1 else "")
+        draw_limits(axes[0], runs, limits or {})
+        for column, (name, records) in enumerate(runs.items()):
+            several = "of several GPUs the fullest" if several_at_once(records.steps) else ""
+            axes[0, column].set_title(", ".join(filter(None, (name if len(runs) > 1 else "", several))), fontsize=10)
             axes[-1, column].set_xlabel("seconds")
         headline(figure, title)
     return figure
+
+
+FULL_AXIS = 0.15  # of the cache held, from which its axis goes up to all of it
+COLOUR_OF = {"rows in a step": 1, "ms a step": 2, "waiting": 3, "cache held": 4}
+
+
+def panels_of(runs: Mapping[str, Records]) -> list[tuple[str, Callable[[StepRecord], float]]]:
+    """What is drawn of some runs, by its label: no axis for requests that wait where none ever does."""
+    found: dict[str, Callable[[StepRecord], float]] = {
+        "rows in a step": useful_rows, "ms a step": lambda step: 1e3 * step.duration,
+        "waiting": lambda step: step.waiting, "cache held": cache_share,
+    }
+    return [(label, value) for label, value in found.items()
+            if label != "waiting" or any(records.peaks["waiting"] for records in runs.values())]
+
+
+def top_of_axis(value: Callable[[StepRecord], float], most: float) -> float:
+    """Where an axis ends: all of the cache, unless so little is held that it would not be seen."""
+    if value is not cache_share:
+        return max(1, 1.08 * most)
+    return 1 if most >= FULL_AXIS else 1.2 * most or 1
+
+
+def draw_limits(axes: Sequence, runs: Mapping[str, Records], limits: Mapping[str, int]) -> None:
+    """The most rows that each run allows: a line, and what it is; the number alone where the rows stay far below."""
+    top = axes[0].get_ylim()[1]
+    for ax, name in zip(axes, runs, strict=True):
+        if name not in limits:
+            continue
+        near = limits[name] <= 2.5 * top
+        axes[0].set_ylim(0, max(axes[0].get_ylim()[1], 1.25 * limits[name] if near else 1.35 * top))
+        if near:
+            ax.axhline(limits[name], color="black", linestyle="--", linewidth=1.2)
+        said = f"max_batch {limits[name]}" + ("" if near else ", far above")
+        ax.annotate(said, (0.995, limits[name]) if near else (0.995, 0.97),
+                    xycoords=("axes fraction", "data") if near else "axes fraction", xytext=(0, 3 if near else -3),
+                    textcoords="offset points", ha="right", va="bottom" if near else "top", fontsize=9)
+
+
+def several_at_once(steps: Sequence[StepRecord]) -> bool:
+    """Whether steps overlap in time, as they do on several GPUs."""
+    ordered = sorted(steps, key=lambda step: step.start)
+    return any(follower.start < step.start + 0.5 * step.duration for step, follower in pairwise(ordered))
 
 
 def over_moments(steps: Sequence[StepRecord], value: Callable[[StepRecord], float]) -> tuple[list, list]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from minillm.course.verdicts.words import Missing, Part, Verdict, true, word
 
@@ -20,12 +20,14 @@ SPREADS = {"tokens_per_s": ("min", "max"), "times_tokens_per_s": ("times_tokens_
 
 @dataclass(frozen=True)
 class Reading:
-    """A figure, and where it lies: `low` and `high` are those of runs that took turns if `recorded`, else assumed."""
+    """A figure, and where it lies: `low` and `high` are those of runs that took turns if `recorded`, else assumed.
+    runs: the figure in each of them, where every set-up had the same runs in the same order, as over seeds."""
 
     value: float
     low: float
     high: float
     recorded: bool
+    runs: tuple[float, ...] = field(default=(), compare=False, repr=False)
 
     def __str__(self) -> str:
         value, low, high = (digits(each) for each in (self.value, self.low, self.high))
@@ -44,7 +46,7 @@ def reading(row: dict, name: str, noise: float = NOISE) -> Reading:
     if row.get("turns", TURNS) >= TURNS:
         for low, high in ((f"{name}_min", f"{name}_max"), SPREADS.get(name, ("", ""))):
             if row.get(low) is not None and row.get(high) is not None:
-                return Reading(value, row[low], row[high], True)
+                return Reading(value, row[low], row[high], True, tuple(row.get("by_seed", {}).get(name, ())))
     width = 1 + noise if name in RATIOS else math.sqrt(1 + noise)  # so that a ratio of two has `noise`
     if name == "step_ms" and row.get("min_ms"):
         width = max(width, value / row["min_ms"])
@@ -52,7 +54,11 @@ def reading(row: dict, name: str, noise: float = NOISE) -> Reading:
 
 
 def over(a: Reading, b: Reading) -> Reading:
-    """a / b. Its spread is the widest that both allow."""
+    """a / b. Its spread is that of the pairs where both have the same runs, else the widest that both allow."""
+    if a.runs and len(a.runs) == len(b.runs) and all(b.runs):
+        pairs = tuple(mine / other for mine, other in zip(a.runs, b.runs, strict=True))
+        value = a.value / b.value
+        return Reading(value, min(value, *pairs), max(value, *pairs), True, pairs)
     return Reading(a.value / b.value, a.low / b.high, a.high / b.low, a.recorded and b.recorded)
 
 

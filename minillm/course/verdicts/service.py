@@ -7,6 +7,7 @@ from itertools import combinations
 
 from minillm.course.verdicts.reading import (
     FACTOR,
+    TURNS,
     Reading,
     Rows,
     column,
@@ -109,10 +110,11 @@ def f5(rows: Rows) -> Verdict:
              if all(row.get(name) is not None for row in rows)}
     if not found:
         raise Missing("no gauge beside the achieved batch")
-    batch, (best, title) = agreement(column(rows, "mean_rows"), speeds), max((tau, name) for name, tau in found.items())
+    batch, best = agreement(column(rows, "mean_rows"), speeds), max(found.values())
     listed = ", ".join(f"{name} {tau:.2f}" for name, tau in found.items())
     measured = f"order of {len(rows)} set-ups by tokens/s (1: the same): achieved batch {batch:.2f}, {listed}"
-    tied = f"; {title} orders them as well" if batch == best else ""
+    equal = [name for name, tau in found.items() if tau == batch]
+    tied = f"; as nearly as the batch: {', '.join(equal)}" if equal else ""
     part = Part.AS_CLAIMED if batch > best else Part.UNCLEAR if batch == best else Part.ANOTHER
     return judged(measured + tied, part)
 
@@ -129,23 +131,41 @@ def _sign(value: float) -> int:
 
 
 def f6(rows: Rows) -> Verdict:
-    """Direction: every cure makes its symptom's figure better, beyond the noise. One that rests on drafts whose
-    acceptance was assumed (no column `acceptance`) is not counted."""
+    """Direction: each symptom's figure is made better by one of its cures, beyond the noise. Size: by every cure that
+    was tried. A cure that rests on drafts whose acceptance was assumed (no column `acceptance`) is not counted."""
     column(rows, "before")
     counted = [row for row in rows if "drafts" not in row["cure"] or row.get("acceptance") is not None]
     gains = {id(row): _better(row) for row in rows}
-    listed = "; ".join(f"{row['symptom']}: {row['cure']}, {digits(gains[id(row)].value)} times better"
-                       + (" (assumed drafts: not counted)" if row not in counted else "") for row in rows)
-    decided = [gains[id(row)] for row in counted]
-    size = Part.NONE if len(counted) == len(rows) else Part.NOT_TESTED
-    return judged(listed, every(*(more(gain) for gain in decided)), size, by=decided)
+    listed = "; ".join(f"{row['symptom']}: {row['cure']}, {gains[id(row)]} times better{_told(row, counted, gains)}"
+                       for row in rows)
+    cured: dict[str, list[Part]] = {}
+    for row in counted:
+        cured.setdefault(row["symptom"], []).append(more(gains[id(row)]))
+    direction = every(*(max(parts, key=(Part.ANOTHER, Part.UNCLEAR, Part.AS_CLAIMED).index)
+                        for parts in cured.values()))
+    size = every(*(part for parts in cured.values() for part in parts))
+    if size is Part.AS_CLAIMED:
+        size = Part.NONE if len(counted) == len(rows) else Part.NOT_TESTED
+    return judged(listed, direction, size, by=[gains[id(row)] for row in counted])
+
+
+def _told(row: dict, counted: Sequence[dict], gains: dict[int, Reading]) -> str:
+    """What is said after a cure that does not count, or does not cure beyond the noise."""
+    if row not in counted:
+        return " (assumed drafts: not counted)"
+    return "" if more(gains[id(row)]) is Part.AS_CLAIMED else ": no cure beyond the noise"
 
 
 def _better(row: dict) -> Reading:
-    """How many times better a symptom's figure became: more tokens per second, or less of anything else."""
+    """How many times better a symptom's figure became: more tokens per second, or less of anything else. Its spread is
+    that over the same requests without and with the cure, where runs of several seeds are recorded."""
     worse, better = (row[name] for name in (("before", "after") if row["figure"] == "tokens_per_s"
                                              else ("after", "before")))
-    return times(1.0 if worse == better else better / worse if worse else float("inf"))
+    gain = 1.0 if worse == better else better / worse if worse else float("inf")
+    if row.get("times_better_min") is None or row.get("turns", 0) < TURNS:
+        return times(gain)
+    least, usual, most = (row[f"times_better{end}"] for end in ("_min", "", "_max"))
+    return Reading(gain, gain * least / usual, gain * most / usual, True)
 
 
 def f7(rows: Rows) -> Verdict:
