@@ -16,7 +16,8 @@ COMMANDS = (
     add_fetch,
 )
 
-EXTRAS = {"matplotlib": "lab", "ipywidgets": "lab", "transformers": "test"}  # of pyproject.toml, by what they bring
+# Of pyproject.toml, by what they bring.
+EXTRAS = {"matplotlib": "lab", "ipywidgets": "lab", "IPython": "lab", "transformers": "test"}
 
 
 def main(argv: list[str] | None = None) -> int:

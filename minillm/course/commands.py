@@ -13,6 +13,7 @@ from minillm.course import catalogue, ledger
 from minillm.course.experiments import batching, example, overhead
 from minillm.course.experiments import ladder as rungs
 from minillm.course.grading import classroom, report
+from minillm.course.grading.text import printable, say
 from minillm.course.setting import Setting
 from minillm.course.show.live import ticking
 from minillm.course.show.output import bar, write, write_json
@@ -201,11 +202,11 @@ def _grade_path(arguments) -> int:
     learner = classroom.find_notebooks(arguments.path)
     if not learner.notebooks:
         why = "; ".join(learner.notes) or "there is no notebook in it"
-        raise ValueError(f"{arguments.path} holds no exercise: {why}")
+        raise ValueError(printable(f"{arguments.path} holds no exercise: {why}"))
     classroom.grade_class([learner], arguments.jobs, bar)
     print(text_table(report.rows(learner), report.COLUMNS))
     for line in report.lines(learner):
-        print(line)
+        say(line)
     print(f"{learner.points} of {learner.out_of} checks pass")
     write_json(arguments.json, report.to_json([learner]))
     return 0 if learner.points == learner.out_of else 1
@@ -215,7 +216,7 @@ def _grade_class(arguments) -> int:
     learners = classroom.find_learners(arguments.classroom, arguments.report)
     classroom.grade_class(learners, arguments.jobs, bar, kept=arguments.report / "marks")
     for learner in learners:
-        print(f"{learner.name}: {learner.points} of {learner.out_of}")
-    print(f"report: {report.write(learners, arguments.report)}")
+        say(f"{learner.name}: {learner.points} of {learner.out_of}")
+    say(f"report: {report.write(learners, arguments.report)}")
     write_json(arguments.json, report.to_json(learners))
     return 0

@@ -22,8 +22,10 @@ import torch
 
 from minillm.course.grading.exercises import load_all
 from minillm.course.grading.tasks import Check, Task, Wrong, margins
+from minillm.course.grading.text import say, shortened
 
 PACKAGE = str(Path(__file__).resolve().parents[2])
+MAX_SHOWN, MAX_FRAMES = 2000, 20  # characters of an error, and lines of a traceback
 CHECK_SECONDS = 10.0  # of processor time; a right answer takes milliseconds
 RUNNING_NOTEBOOK = False  # set by the grader while it runs a submission's cells: it does the checking itself
 
@@ -32,8 +34,8 @@ class CheckFailed(AssertionError):
     """Raised by `check` under CI (environment variable CI), where its output is not read."""
 
 
-class TimeLimit(BaseException):
-    """Not an Exception, so that an `except Exception` inside an endless loop cannot swallow it."""
+class TimeLimit(KeyboardInterrupt):
+    """No Exception, so that an `except Exception` in an endless loop cannot swallow it, nor can asyncio's own loop."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Outcome:
     message: str = ""  # the likely mistake, and where to look
     detail: str = ""  # what was asked, or the learner's own traceback
     margin: float | None = None  # the largest error that `close` saw, in tolerances
+    answered: bool = True  # False: the stub still stands there, so nobody is stuck at it yet
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def run_check(check: Check, answer: Any, seconds: float = CHECK_SECONDS) -> Outc
     except Wrong as wrong:
         return Outcome(check.name, False, message, f"Asked: {wrong}", max(margins, default=None))
     except NotImplementedError as error:
-        return Outcome(check.name, False, NOT_WRITTEN, learners_traceback(error, check))
+        return Outcome(check.name, False, NOT_WRITTEN, learners_traceback(error, check), answered=False)
     except TimeLimit:
         return Outcome(check.name, False, f"It ran for more than {seconds:g} s: does a loop never end? {message}")
     except SystemExit:
@@ -150,11 +153,12 @@ NO_CALL = re.compile(r"not callable|\(\) (takes|missing|got)")  # how Python wor
 
 def learners_traceback(error: BaseException, check: Check) -> str:
     """The learner's own lines of the traceback, and the error."""
-    frames, last = learners_frames(error, check), traceback.format_exception_only(error)
+    frames = learners_frames(error, check)
+    last = shortened("".join(traceback.format_exception_only(error)), MAX_SHOWN)
     if not frames:
         uncalled = isinstance(error, TypeError) and NO_CALL.search(str(error))
-        return f"{'It could not be called' if uncalled else 'What came back could not be used'}:\n" + "".join(last)
-    return "".join(["Traceback, your own lines:\n", *traceback.format_list(frames), *last])
+        return f"{'It could not be called' if uncalled else 'What came back could not be used'}:\n{last}"
+    return "".join(["Traceback, your own lines:\n", *traceback.format_list(frames[-MAX_FRAMES:]), last])
 
 
 def run_task(task: Task, answer: Any, seconds: float = CHECK_SECONDS) -> Iterator[Outcome]:
@@ -181,7 +185,7 @@ def check(name: str, answer: Any) -> Result:
     result = Result(name, tuple(run_task(task, answer)))
     if not result.passed and os.environ.get("CI", "").lower() not in ("", "0", "false"):
         raise CheckFailed(str(result))
-    print(result)
+    say(result)
     return result
 
 
@@ -191,7 +195,7 @@ def hint(name: str, level: int = 1) -> None:
     if level not in (1, 2, 3):
         raise ValueError(f"hint level {level}: there are 1, 2 and 3")
     if not RUNNING_NOTEBOOK:
-        print(f"Hint {level} of 3: {hints[level - 1]}")
+        say(f"Hint {level} of 3: {hints[level - 1]}")
 
 
 def find_task(name: str) -> Task:
