@@ -407,3 +407,41 @@ def test_attempted_answers_count_and_untouched_ones_stand_apart(tmp_path):
     stuck, unanswered = tables(learners)
     assert [(row[0], row[2]) for row in stuck] == [("1 of 2", POOL.name)] and "blocks_for" in stuck[0][3]
     assert [(row[0], row[2]) for row in unanswered] == [("4 of 6", POOL.name), ("3 of 6", TABLE.name)]
+
+
+# --- a message is true of the answer ------------------------------------------------------------------------------
+
+
+def grows_if_needed(self, num_tokens):
+    taken = self.pool.take(self.pool.blocks_for(num_tokens) - len(self.blocks))
+    if not taken:
+        return False
+    self.blocks += taken
+    return True
+
+
+def accepted(best: list, drafts: list) -> int:
+    return max(i for i in range(len(drafts) + 1) if drafts[:i] == best[:i])
+
+
+MISLED = {  # task -> an answer, what it must be told, and what would be untrue of it
+    "block_table": (type("Table", (), {
+        "__init__": lambda self, pool: vars(self).update(pool=pool, blocks=[]), "grow": grows_if_needed}),
+        "Nothing was missing", "early or late"),
+    "verify_greedy": (lambda best, drafts: [*drafts[: accepted(best, drafts)], best[-1]],
+                      "the token behind them is not the target's own", "must be compared"),
+    "requests_that_fit": (lambda memory, weights, overhead, context, size: max(
+        0, (memory - weights - overhead) * 1e9 // (context * size)), "make it an int", "rounded"),
+    "decode_bytes": (lambda weights, size, contexts: weights + size * sum(contexts.pop() for _ in list(contexts)),
+                     "list was changed", "padding"),
+    "percentile": (lambda values, percent: sorted(values) and None, "is a `return` missing", "Your code raised"),
+}
+
+
+@pytest.mark.parametrize("task", MISLED)
+def test_a_learner_is_told_what_is_true_of_the_answer(task, monkeypatch, capsys):
+    monkeypatch.delenv("CI", raising=False)
+    answer, line, untrue = MISLED[task]
+    check(task, answer)
+    told = capsys.readouterr().out
+    assert line in told and untrue not in told, told

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
 import random
 import re
@@ -114,11 +116,13 @@ def run_check(check: Check, answer: Any, seconds: float = CHECK_SECONDS) -> Outc
     margins.clear()
     random.seed(0)
     torch.manual_seed(0)
+    returned: list[bool] = []
     message = f"{check.mistake} Look at {check.look}."
     try:
         with time_limit(seconds):
-            check.run(answer)
+            check.run(watched(answer, returned))
     except Wrong as wrong:
+        message = no_return(returned) + f"{wrong.mistake or check.mistake} Look at {check.look}."
         return Outcome(check.name, False, message, f"Asked: {wrong}", max(margins, default=None))
     except NotImplementedError as error:
         return Outcome(check.name, False, NOT_WRITTEN, learners_traceback(error, check), answered=False)
@@ -133,8 +137,27 @@ def run_check(check: Check, answer: Any, seconds: float = CHECK_SECONDS) -> Outc
     except BaseException as error:
         own = learners_frames(error, check)
         raised = f"Your code raised {type(error).__name__}, see below. If that does not help: " if own else ""
-        return Outcome(check.name, False, raised + message, learners_traceback(error, check))
+        return Outcome(check.name, False, (raised or no_return(returned)) + message, learners_traceback(error, check))
     return Outcome(check.name, True, margin=max(margins, default=None))
+
+
+def watched(answer: Any, returned: list[bool]) -> Any:
+    """The answer; a function also notes of each call whether something came back."""
+    if not inspect.isfunction(answer):
+        return answer
+
+    @functools.wraps(answer)
+    def call(*args, **kwargs):
+        result = answer(*args, **kwargs)
+        returned.append(result is not None)
+        return result
+
+    return call
+
+
+def no_return(returned: list[bool]) -> str:
+    """What to say first of a function that was called and gave nothing back."""
+    return "" if any(returned) or not returned else "It returned None: is a `return` missing? If that does not help: "
 
 
 NOT_WRITTEN = (
