@@ -7,13 +7,13 @@ import os
 import sys
 
 from minillm.cli.bench import add_bench
-from minillm.cli.course import add_claims, add_grade, add_ladder, add_measure, add_overhead
+from minillm.cli.course import add_claims, add_exercises, add_grade, add_ladder, add_measure, add_overhead
 from minillm.cli.running import add_fetch, add_generate
 from minillm.cli.serving import add_capacity, add_simulate
 
 COMMANDS = (
     add_generate, add_ladder, add_measure, add_claims, add_bench, add_capacity, add_simulate, add_overhead, add_grade,
-    add_fetch,
+    add_exercises, add_fetch,
 )
 
 # Of pyproject.toml, by what they bring.

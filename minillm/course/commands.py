@@ -12,7 +12,7 @@ from pathlib import Path
 from minillm.course import catalogue, ledger
 from minillm.course.experiments import batching, example, overhead
 from minillm.course.experiments import ladder as rungs
-from minillm.course.grading import classroom, report
+from minillm.course.grading import classroom, handout, report
 from minillm.course.grading.text import printable, say
 from minillm.course.setting import Setting
 from minillm.course.show.live import ticking
@@ -219,4 +219,12 @@ def _grade_class(arguments) -> int:
         say(f"{learner.name}: {learner.points} of {learner.out_of}")
     say(f"report: {report.write(learners, arguments.report)}")
     write_json(arguments.json, report.to_json(learners))
+    return 0
+
+
+def exercises(arguments) -> int:
+    """Copy the exercises, and say where to start."""
+    copies = handout.copy_exercises(arguments.folder, arguments.force)
+    say(f"{len(copies)} exercises copied to {arguments.folder}")
+    say(f"start with {copies[0]}, in JupyterLab; minillm grade {arguments.folder} marks your work")
     return 0

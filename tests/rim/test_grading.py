@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import csv
+import importlib.util
 import io
 import json
+import math
 import os
+import random
 import re
+import shutil
 import subprocess
 import sys
 import urllib.parse
@@ -15,9 +20,10 @@ from pathlib import Path
 import pytest
 
 from minillm.cli import main
-from minillm.course.grading import check, classroom, hint, report
+from minillm.course.grading import check, classroom, handout, hint, report
 from minillm.course.grading.exercises import find
-from minillm.course.grading.runner import Limits, grade_notebook
+from minillm.course.grading.notebook import read, run_cells
+from minillm.course.grading.runner import Limits, grade_notebook, grade_task
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "05_block_pool"
@@ -445,3 +451,202 @@ def test_a_learner_is_told_what_is_true_of_the_answer(task, monkeypatch, capsys)
     check(task, answer)
     told = capsys.readouterr().out
     assert line in told and untrue not in told, told
+
+
+# --- what learners are given --------------------------------------------------------------------------------------
+
+
+def give_away(folder: Path) -> list[str]:
+    """What a learner must not find in a folder: solutions, their sources, and files that read them."""
+    return [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.name in ("src", "solutions")
+            or (path.suffix in (".py", ".ipynb", ".md") and re.search(
+                r"(BEGIN|END) SOLUTION|['\"/]src['\"/]|solutions['\"/]", path.read_text(encoding="utf-8")))]
+
+
+def test_a_room_kit_holds_every_exercise_and_no_solution(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("room_kit", ROOT / "notebooks" / "room" / "kit.py")
+    kit = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kit)
+    monkeypatch.setattr(kit, "pip", lambda *_: True)
+    (tmp_path / "model.whl").write_bytes(b"")
+    kit.gather(tmp_path / "kit", [], [], tmp_path / "model.whl")
+    folder = tmp_path / "kit" / "exercises"
+    assert give_away(folder) == [] and not list((tmp_path / "kit").rglob("src"))
+    assert [path.name for path in sorted(folder.iterdir())] == [*STUBS, "README.md"]
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    assert all(f"({name})" in page for name in STUBS) and "nbgrader" not in page
+    assert {path.name for path in (tmp_path / "kit" / "notebooks").iterdir()} >= {"01_decode_loop.ipynb", "README.md"}
+
+
+STUBS = sorted(path.name for path in (ROOT / "exercises").glob("*.ipynb"))
+
+
+def test_a_copy_of_the_exercises_is_the_learners_own(tmp_path, capsys):
+    folder = tmp_path / "my work"
+    assert main(["exercises", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert f"start with {folder / STUBS[0]}" in out and f"{len(STUBS)} exercises" in out
+    assert sorted(path.name for path in folder.iterdir()) == STUBS and give_away(folder) == []
+    for name in STUBS:
+        copied, original = (json.loads((place / name).read_text(encoding="utf-8")) for place in
+                            (folder, ROOT / "exercises"))
+        links = re.findall(r"\]\(((?:\.\./)[^)]+\.ipynb)\)", "".join(copied["cells"][0]["source"]))
+        assert links and all((folder / urllib.parse.unquote(link)).resolve().is_file() for link in links), links
+        assert copied["cells"][1:] == original["cells"][1:] and copied["metadata"] == original["metadata"]
+    assert main(["grade", str(folder / STUBS[4])]) == 1
+    assert capsys.readouterr().out.count("Not answered") == 2
+
+
+@pytest.mark.parametrize("there", [[STUBS[2]], STUBS])
+def test_work_that_is_there_is_not_overwritten_unless_asked(there, tmp_path, capsys):
+    for name in there:
+        (tmp_path / name).write_text("my work")
+    assert main(["exercises", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert there[0] in error and "--force" in error and ("more" in error) == (len(there) > 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == there, "something was copied before"
+    assert {(tmp_path / name).read_text() for name in there} == {"my work"}
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main(["exercises", str(tmp_path), "--force"]) == 0
+    assert (tmp_path / "notes.txt").read_text() == "mine" and "my work" not in (tmp_path / there[0]).read_text()
+
+
+def test_the_exercises_are_copied_from_a_kit_and_not_onto_themselves(tmp_path, monkeypatch, capsys):
+    for force in ([], ["--force"]):
+        assert main(["exercises", str(ROOT / "exercises"), *force]) == 2
+        assert "where the exercises come from" in capsys.readouterr().err
+    shutil.copytree(ROOT / "exercises", tmp_path / "kit" / "exercises")
+    monkeypatch.setattr(handout, "PACKAGE", str(tmp_path / "site-packages" / "minillm"))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "kit" / ".venv"))
+    assert main(["exercises", str(tmp_path / "mine")]) == 0
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "elsewhere"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["exercises", str(tmp_path / "other")]) == 2 and not (tmp_path / "other").exists()
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path / "kit")
+    assert main(["exercises", str(tmp_path / "file")]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_without_ipython_the_grader_says_what_to_install(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "IPython", None)
+    monkeypatch.delitem(sys.modules, "minillm.course.grading.shell", raising=False)
+    for name in [name for name in sys.modules if name.startswith("IPython.")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert main(["grade", str(hand_in(tmp_path, solution()))]) == 2
+    assert "pip install 'minillm[lab]'" in capsys.readouterr().err
+
+
+# --- anything at all ----------------------------------------------------------------------------------------------
+
+INPUTS = 1000
+PIECES = ("", "x = 1", "def take(self", "class BlockPool:\n    pass", "%magic", "BlockPool?", HALF, "\0", "čaj 茶",
+          "'" * 99, "raise SystemExit", "(" * 300, "# %% [markdown]", "\ufeff", "\u2028", "\r\n\t ",
+          "def percentile(): return 1")
+
+
+def anything(draw: random.Random, depth: int = 0):
+    """A JSON value of any shape."""
+    inside = range(draw.randint(0, 3) if depth < 3 else 0)
+    return draw.choice([
+        lambda: draw.choice([None, True, False, 0, -1, 10**30, 1e308, math.nan, math.inf]),
+        lambda: draw.choice(PIECES), lambda: [anything(draw, depth + 1) for _ in inside],
+        lambda: {draw.choice(PIECES): anything(draw, depth + 1) for _ in inside},
+    ])()
+
+
+def any_cell(draw: random.Random):
+    """A cell whose parts are sometimes right, and sometimes anything."""
+    if draw.random() < 0.1:
+        return anything(draw)
+
+    def or_anything(*right):
+        return draw.choice(right) if draw.random() < 0.7 else anything(draw)
+
+    task = draw.choice(["block_pool", "block_table", "percentile", "nothing"])
+    metadata = {"nbgrader": or_anything({"grade_id": or_anything(task)}),
+                "minillm": or_anything({"stub": or_anything("0" * 16)}), "tags": or_anything(["demo"])}
+    cell = {"cell_type": or_anything("code", "markdown", "raw"), "metadata": or_anything(metadata),
+            "source": or_anything(draw.choice(PIECES), list(PIECES))}
+    return {key: value for key, value in cell.items() if draw.random() < 0.9}
+
+
+def any_notebook(draw: random.Random) -> bytes:
+    notebook = {"cells": [any_cell(draw) for _ in range(draw.randint(0, 4))], "nbformat": anything(draw),
+                "metadata": {"minillm": {"exercise": NAME}} if draw.random() < 0.7 else anything(draw)}
+    if draw.random() < 0.1:
+        notebook["cells"] = anything(draw)
+    return json.dumps(notebook).encode(draw.choice(["utf-8"] * 8 + ["utf-8-sig", "utf-16"]))
+
+
+def any_bytes(draw: random.Random) -> bytes:
+    return draw.choice([
+        lambda: b"", lambda: draw.randbytes(draw.randint(1, 200)), lambda: json.dumps(anything(draw)).encode(),
+        lambda: any_notebook(draw), lambda: any_notebook(draw), lambda: any_notebook(draw)[: draw.randint(0, 300)],
+        lambda: b"[" * 100_000, lambda: b'{"cells": ' + b"9" * 5000 + b"}",
+    ])()
+
+
+def any_name(draw: random.Random) -> str:
+    return draw.choice(["05_block_pool.ipynb", "10 copy.ipynb", "x.ipynb", "٣_x.ipynb", "²_x.ipynb", "notes.txt", "05",
+                        " ", "x" * 249 + ".ipynb", "-x", os.fsdecode(b"caf\xe9.ipynb"), "a\nb.ipynb", "\x1b[2J.ipynb"])
+
+
+def any_place(draw: random.Random, folder: Path) -> Path:
+    """A file, a folder of files, a link to somewhere or to itself, or nothing, in a folder that is empty."""
+    kind = draw.randrange(9)
+    path = folder / any_name(draw)
+    if kind < 4:
+        path.write_bytes(any_bytes(draw))
+    elif kind == 4:
+        return draw.choice([folder / "missing", folder / ("y" * 5000), Path("a\0b"), folder / "no" / "one", path / "x"])
+    elif kind == 5:
+        path.symlink_to(draw.choice([path.name, "..", "missing", "/dev/null", "."]))
+    elif kind == 6:
+        getattr(os, "mkfifo", Path.touch)(path)
+    else:
+        path.mkdir()
+        for _ in range(draw.randint(0, 3)):
+            if draw.random() < 0.3:
+                link = path / f"link-{draw.randrange(99)}.ipynb"
+                link.unlink(missing_ok=True)
+                link.symlink_to(draw.choice([link.name, ".", "..", "missing"]))
+            else:
+                (path / any_name(draw)).write_bytes(any_bytes(draw))
+        return draw.choice([path, folder])
+    return path
+
+
+def in_this_process(path: Path, limits: Limits):
+    """A notebook read, run and searched for answers here, since a process for each would take minutes."""
+    submission = read(path)
+    answers = run_cells(submission.cells, seconds=1.0)
+    marks = classroom.nothing(submission.exercise.name, "; ".join(answers.notes) or "It has nothing.")
+    for task in submission.exercise.tasks:
+        marks.outcomes[task.name] = list(grade_task(task, submission, answers, limits))
+    return marks
+
+
+def test_whatever_is_handed_in_the_grader_answers_with_a_sentence(tmp_path, monkeypatch):
+    """Status 0, 1 or 2 and never a traceback, on a console of ASCII, for a learner and for a class."""
+    draw, statuses, real = random.Random(5), collections.Counter(), classroom.grade_notebook
+    before = sys.modules["__main__"]
+    for number in range(INPUTS):
+        folder = tmp_path / str(number) / "learner"
+        folder.mkdir(parents=True)
+        path, out = any_place(draw, folder), str(tmp_path / str(number) / "out")
+        arguments = [str(path)] if number % 3 else ["--class", str(folder.parent), "--report", out]
+        monkeypatch.setattr(classroom, "grade_notebook", in_this_process if number % 150 else real)
+        said = [io.TextIOWrapper(io.BytesIO(), "ascii", errors) for errors in ("strict", "backslashreplace")]
+        monkeypatch.setattr(sys, "stdout", said[0])
+        monkeypatch.setattr(sys, "stderr", said[1])
+        status = main(["grade", "--jobs", "1", *["--"] * (number % 3 > 0), *arguments])
+        text = "".join((stream.flush(), stream.buffer.getvalue().decode("ascii"))[1] for stream in said)
+        assert status in (0, 1, 2) and "Traceback" not in text and len(text) > 20, (number, path, text)
+        assert "could not be graded" not in text, (number, path, text)  # it would hide an error of the grader's own
+        assert status != 2 or text.startswith("minillm grade: "), (number, path, text)
+        assert status == 0 or number % 3, (number, path, text)
+        statuses[status] += 1
+        shutil.rmtree(folder.parent)
+    sys.modules["__main__"] = before
+    assert min(statuses.values()) > 50, statuses
