@@ -42,7 +42,7 @@ PLATFORMS = {
         {"sys_platform": "win32", "platform_system": "Windows", "os_name": "nt", "platform_machine": "AMD64"},
     ),
 }
-# Solutions, the sources that hold them, and what reads those stay with whoever teaches.
+# Solutions, the sources that hold them, and the script that reads those are not for learners.
 IGNORED = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "room", "solutions", "src", "build.py")
 
 

@@ -1,4 +1,4 @@
-"""What a notebook's cells leave behind in this process ends with the test that ran them."""
+"""What a notebook's cells change in this process ends with the test that ran them."""
 
 from __future__ import annotations
 

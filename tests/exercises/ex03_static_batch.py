@@ -38,7 +38,7 @@ MUTANTS = [
            "for first in range(0, len(lengths), batch):\n        group = lengths[first : first + batch]",
            "while lengths:\n        group = lengths[:batch]\n        del lengths[:batch]",
            caught_by="the list of lengths stays as it was"),
-    Mutant("returned_after", "needs somebody", "result, passed = [], 0", "result, passed = [], 0 * lengths[0]",
+    Mutant("returned_after", "expects a request", "result, passed = [], 0", "result, passed = [], 0 * lengths[0]",
            caught_by="every request has an answer"),
     Mutant("returned_after", "fills the last batch up", "* len(group)", "* min(batch, len(lengths))",
            caught_by="every request has an answer"),

@@ -152,7 +152,7 @@ IPYTHON = {
     "the shell": "assert get_ipython().user_ns['BlockPool'] is BlockPool",
     "display": "from IPython.display import Markdown\ndisplay(Markdown('# done'))",
     "a magic that this place lacks": "%load_ext no_such_extension_anywhere",
-    "a magic that nobody has": "%no_such_magic 3",
+    "an unknown magic": "%no_such_magic 3",
     "settings of Jupyter's pictures": "%config InlineBackend.figure_format = 'retina'",
 }
 
@@ -161,7 +161,7 @@ IPYTHON = {
 def test_ipythons_syntax_at_the_end_of_the_answers_cell_costs_nothing(kind, tmp_path):
     marks = grade_notebook(hand_in(tmp_path, in_the_answer(IPYTHON[kind])), LIMITS)
     assert marks.points == marks.out_of, said(marks)
-    assert len(marks.notes) == (kind in ("a magic that this place lacks", "a magic that nobody has")), marks.notes
+    assert len(marks.notes) == (kind in ("a magic that this place lacks", "an unknown magic")), marks.notes
 
 
 def test_a_cell_magic_in_front_of_the_answer_defines_it(tmp_path):
@@ -435,7 +435,7 @@ MISLED = {  # task -> an answer, what it must be told, and what would be untrue 
         "__init__": lambda self, pool: vars(self).update(pool=pool, blocks=[]), "grow": grows_if_needed}),
         "Nothing was missing", "early or late"),
     "verify_greedy": (lambda best, drafts: [*drafts[: accepted(best, drafts)], best[-1]],
-                      "the token behind them is not the target's own", "must be compared"),
+                      "the token after them is not the target's own", "must be compared"),
     "requests_that_fit": (lambda memory, weights, overhead, context, size: max(
         0, (memory - weights - overhead) * 1e9 // (context * size)), "make it an int", "rounded"),
     "decode_bytes": (lambda weights, size, contexts: weights + size * sum(contexts.pop() for _ in list(contexts)),

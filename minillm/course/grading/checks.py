@@ -49,7 +49,7 @@ class Outcome:
     message: str = ""  # the likely mistake, and where to look
     detail: str = ""  # what was asked, or the learner's own traceback
     margin: float | None = None  # the largest error that `close` saw, in tolerances
-    answered: bool = True  # False: the stub still stands there, so nobody is stuck at it yet
+    answered: bool = True  # False: the stub is still there, so the learner is not stuck at it yet
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ def grade_class(
 
 
 def grade_one(learner: Learner, exercise: Exercise, kept: Path | None, limits: Limits) -> Marks:
-    """One learner's notebook of one exercise; what is wrong with it, or in its way, costs nobody else."""
+    """One learner's notebook of one exercise; an error in it, or while grading it, costs no other marks."""
     path = learner.notebooks.get(exercise.name)
     if path is None:
         return nothing(exercise.name, "Not handed in.")

@@ -152,7 +152,7 @@ def class_page(learners: Sequence[Learner]) -> str:
 def stuck(learners: Sequence[Learner], most: int = 15) -> str:
     """The checks that most of those who answered fail first: what to talk about next time. Then what was not answered.
 
-    Who handed nothing in counts in neither table.
+    A learner without the notebook counts in neither table.
     """
     answered, failing, unanswered, handed_in = Counter(), Counter(), Counter(), Counter()
     for learner in learners:
@@ -165,14 +165,14 @@ def stuck(learners: Sequence[Learner], most: int = 15) -> str:
                 if first and tried:
                     failing[name, task, first.check] += 1
     worst = sorted(failing.items(), key=lambda item: (-item[1], item[0]))[:most]
-    behind = sorted(unanswered.items(), key=lambda item: (-item[1], item[0]))[:most]
+    left = sorted(unanswered.items(), key=lambda item: (-item[1], item[0]))[:most]
     return (
         "<h2>Where the class is stuck</h2>"
         + table(["of those who answered", "exercise", "task", "first check to fail"],
                 [counted(number, answered[key[:2]], key) for key, number in worst])
         + "<h2>Not answered</h2>"
         + table(["of those who handed it in", "exercise", "task"],
-                [counted(number, handed_in[key], key) for key, number in behind])
+                [counted(number, handed_in[key], key) for key, number in left])
     )
 
 

@@ -1,6 +1,6 @@
 """The IPython in which a submission's cells run, so that they run as in Jupyter.
 
-The package does not need IPython; who has Jupyter has it. So this file is imported when cells run, and not before.
+The package itself does not need IPython, so this file is imported only when cells run.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class NotebookShell(InteractiveShell):
         self.user_ns.update(exit=leave, quit=leave)
 
     def showtraceback(self, *_, **__) -> None:
-        """Nothing: nobody looks at the output."""
+        """Nothing: the output is not read."""
 
     showsyntaxerror = showindentationerror = showtraceback
 

@@ -10,7 +10,7 @@ UNSEEN = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\
 
 
 def printable(text: object, encoding: str | None = "utf-8") -> str:
-    r"""The text with escapes, such as \ud800 or \x1b, for what this encoding lacks and what nobody could see."""
+    r"""The text with escapes, such as \ud800 or \x1b, for what this encoding lacks and what is invisible."""
     seen = UNSEEN.sub(lambda found: ascii(found[0])[1:-1], str(text))
     return seen.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")
 

@@ -249,7 +249,7 @@ def exact_count(decode):
         expect(len(spy.fed) == number, f"max_tokens={number}: how many forward passes")
 
 
-FED = "The stop token was fed: nobody asks what follows it, so look for it before the next forward pass."
+FED = "The stop token was fed, although what follows it is not needed: look for it before the next forward pass."
 
 
 @cached_decode.check(

@@ -128,7 +128,7 @@ def double_release(BlockPool):
     pool.release(blocks[:1])
     expect(refuses(pool, blocks[:1]), "4 blocks: take(2), one of them released twice")
     expect(len(pool.take(3) or []) == 3, "4 blocks: take(2), one of them released twice, then take(3)")
-    expect(refuses(BlockPool(2, 4), [0]), "a new pool: a block released that nobody took", NEVER_TAKEN)
+    expect(refuses(BlockPool(2, 4), [0]), "a new pool: the release of a block that was not taken", NEVER_TAKEN)
 
 
 @pool.check(
@@ -216,7 +216,7 @@ def keeps_its_blocks(BlockTable):
 
 
 @table.check(
-    mistake="Nothing was missing, and grow did not return True: to need no further block is no refusal.",
+    mistake="Nothing was missing, and grow did not return True: needing no further block is not a refusal.",
     look="'Growing'",
 )
 def nothing_missing(BlockTable):

@@ -291,7 +291,7 @@ def double_release(SharingPool):
     expect(refuses(pool, table), "take(1), release, release")
     expect(sound(pool, []), "take(1), release, release: the books")
     expect(refuses(pool, pool.take(1) * 2), "take(1), then its block twice in one release",
-           "A block stands twice in one release and is held once: after its first place nobody holds it.")
+           "A block stands twice in one release and is held once: after its first place it is not held.")
 
 
 @task.check(

@@ -66,7 +66,7 @@ def greedy_is(answer, best: list[int], drafts: list[int]) -> None:
     expect(got == want, f"the target says {best}, the drafts are {drafts}", mistake)
 
 
-LAST = "The right drafts are accepted, but the token behind them is not the target's own at that place."
+LAST = "The right drafts are accepted, but the token after them is not the target's own at that place."
 NO_LAST = "The right drafts are accepted, but the target's own token, which follows them, is missing."
 
 

@@ -113,7 +113,7 @@ def other_settings(answer):
 
 
 @diagnose.check(
-    mistake="The list of steps was changed, by sort or pop: records are kept for whoever looks next.",
+    mistake="The list of steps was changed, by sort or pop: other code reads them after you.",
     look="'The causes'",
 )
 def records_stay(answer):
