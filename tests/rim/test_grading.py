@@ -627,7 +627,7 @@ def in_this_process(path: Path, limits: Limits):
     return marks
 
 
-def test_whatever_is_handed_in_the_grader_answers_with_a_sentence(tmp_path, monkeypatch):
+def test_whatever_is_handed_in_the_grader_answers_with_a_sentence(tmp_path, monkeypatch, count_inputs):
     """Status 0, 1 or 2 and never a traceback, on a console of ASCII, for a learner and for a class."""
     draw, statuses, real = random.Random(5), collections.Counter(), classroom.grade_notebook
     before = sys.modules["__main__"]
@@ -649,4 +649,5 @@ def test_whatever_is_handed_in_the_grader_answers_with_a_sentence(tmp_path, monk
         statuses[status] += 1
         shutil.rmtree(folder.parent)
     sys.modules["__main__"] = before
+    count_inputs("hand-ins", INPUTS)
     assert min(statuses.values()) > 50, statuses
