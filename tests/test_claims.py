@@ -461,6 +461,48 @@ def test_a_default_is_slower_nowhere():
         assert word_of("D6", rows) == expected, (eight_rows, fastest)
 
 
+def test_formats_that_took_turns_are_compared_within_each_turn():
+    """D3: the machine's speed moved by a factor of two from turn to turn, and int4 was 3.6 times as fast in each."""
+    rows = [row | {"turns": 3, "step_ms_min": row["step_ms"] * 0.7, "step_ms_max": row["step_ms"] * 1.4,
+                   "times_faster_min": 0.97 * row["times_faster"], "times_faster_max": 1.03 * row["times_faster"]}
+            for row in PACKED]
+    assert word_of("D3", rows) == HOLDS and "no runs in turns" not in judged(JUDGED["D3"], rows).measured
+    rows[4] |= {"times_faster_min": 0.2 * rows[4]["times_faster"]}  # int4 at one row: in one turn it was slower
+    assert word_of("D3", rows) == INCONCLUSIVE
+    few = [row | {"turns": 2} for row in rows]
+    assert "no runs in turns" in judged(JUDGED["D3"], few).measured
+
+
+def test_a_symptom_is_cured_if_one_of_its_cures_works_and_the_others_are_told():
+    rows = GIVEN["F6"].rows
+    weak = {**rows[0], "cure": "4 drafts", "acceptance": 0.1, "after": 9.9}
+    found = judged(JUDGED["F6"], [*rows, weak])
+    assert found.word == IN_DIRECTION and "4 drafts, 1.01 (0.918 to 1.11) times better: no cure" in found.measured
+    assert word_of("F6", [weak, rows[1]]) == INCONCLUSIVE
+    assert word_of("F6", [{**weak, "after": 20.0}, rows[1]]) == NOT_HERE
+    spread = {"turns": 3, "times_better": 1.12, "times_better_min": 1.05, "times_better_max": 1.2}
+    assert word_of("F6", [{**weak, "after": 9.1, **spread}, rows[1]]) == HOLDS
+
+
+def test_a_tail_that_hardly_rises_is_no_rise_however_sure():
+    """G2: seeds of a simulation agree to a thousandth, and its cost model is off by more."""
+    sure = {f"latency_p99_s_{end}": 4.1 * by for end, by in (("min", 1.001), ("max", 1.002))}
+    rows = GIVEN["G2"].changed([(2, "latency_p99_s", 4.1 * 1.0015)])
+    rows[2] |= sure
+    rows[1] |= {"latency_p99_s_min": 4.1, "latency_p99_s_max": 4.1}
+    found = judged(JUDGED["G2"], rows)
+    assert found.word == NOT_HERE and "no rise to speak of" in found.measured
+    rows[2] |= {"arithmetic_ms": 13.0}
+    assert "the bend is the reading of keys and values" in judged(JUDGED["G2"], rows).measured
+
+
+def test_a_gauge_of_the_time_in_use_would_be_told_apart():
+    """H4: with 31 and 78 % of the time in use, the share of the bandwidth is not the only gauge that fits."""
+    rows = GIVEN["H4"].changed([(0, "busy_share", 0.31), (1, "busy_share", 0.78)])
+    assert word_of("H4", rows) == NOT_HERE
+    assert "8 rows: bandwidth 39%, arithmetic 1.7%, time in use 100%" in judged(JUDGED["H4"], H).measured
+
+
 def test_the_articles_sum_says_that_it_is_arithmetic():
     for claim in ("C1", "C5", "C7", "C10"):
         assert judged(JUDGED[claim], SUMS).measured.startswith("arithmetic")

@@ -349,7 +349,7 @@ def test_a_cache_of_which_little_is_held_has_an_axis_of_its_own(most, top):
 
 def test_of_several_gpus_the_picture_says_that_the_fullest_is_drawn():
     one, two = (Service(SECOND, replicas=number).serve(items(0.0, 0.1, 0.2)).records for number in (1, 2))
-    titles = [ax.get_title() for ax in service_plots.over_time({"one": one, "two": two}).axes]
+    titles = [ax.get_title(loc="left") for ax in service_plots.over_time({"one": one, "two": two}).axes]
     assert titles[:2] == ["one", "two, of several GPUs the fullest"]
 
 

@@ -54,7 +54,7 @@ CASES = {
         Case("alone and slow", "There is one user, at night, and the text still crawls.", "latency_p50_s",
              "8-bit weights", "another GPU", Service(),
              lambda requests: chat(max(2, requests // 20), scale=0.5), clients=1),
-        Case("crowd", "Ever more people wait, and the tokens per second do not rise.", "tokens_per_s",
+        Case("crowd", "Many people wait, and the tokens per second do not rise.", "tokens_per_s",
              "a larger batch", "8-bit keys and values", Service(max_batch=8),
              lambda requests: lognormal(0.5, requests, 100, 256), clients=200),
         Case("turned away", "Many requests are refused; the dashboard says that the GPU computes little.",

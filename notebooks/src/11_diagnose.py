@@ -9,7 +9,7 @@
 # - to match the cure to the symptom;
 # - which popular cures do nothing for which complaint, and what they cost.
 #
-# Everything is virtual time: Llama-3-8B on A100s by their data sheet, the real scheduler and pool. A run takes a few
+# Everything is virtual time: Llama-3.1-8B on A100s by their data sheet, the real scheduler and pool. A run takes a few
 # seconds.
 #
 # **To run this page**: `make lab` in the repository, or `pip install -e ".[lab]"` and open the notebook. Chapters 7 to
@@ -34,6 +34,7 @@ from IPython.display import display
 from minillm.course import diagnose
 from minillm.course.diagnose import CASES, CURES
 from minillm.course.experiments import service
+from minillm.course.experiments.drafts import recorded_drafts
 from minillm.course.experiments.service import COST
 from minillm.course.setting import Setting
 from minillm.course.show import service_plots
@@ -53,29 +54,52 @@ FIGURES = {"set-up": "set-up", "ttft_p50_s": "TTFT p50, s", "itl_p50_ms": "ITL p
 
 def examine(case, cure=None):
     """The complaint, the figures, and the operator's plots: as it is, and with a cure beside it."""
-    rows, records = diagnose.diagnose(case, [cure] if cure else [], REQUESTS)
+    cures = [cure] if cure else []
+    rows, records = diagnose.diagnose(case, cures, REQUESTS)
     print(CASES[case].complaint)
     print(text_table(rows, FIGURES))
     if cure:
-        print(f"{CASES[case].figure}: {rows[-1]['times_better']:.3g} times better")
-    return service_plots.over_time(records)
+        print(f"{CASES[case].figure}: {rows[-1]['times_better']:.3g} times better: {cure} {rows[-1]['effect']}")
+    limits = {name: served.max_batch for name, served in diagnose.services(case, cures).items()}
+    return service_plots.over_time(records, limits=limits)
 
 
 def reveal(case):
     """What every cure does to the figure of the complaint, and to the bill."""
     rows, _ = diagnose.diagnose(case, CURES, REQUESTS)
     rows[0]["set-up"], figure = "as it was", CASES[case].figure
-    print(text_table(rows, {"set-up": "cure", figure: figure, "times_better": "times better", COST: "$ a million"}))
+    rows[0]["effect"] = ""
+    print(text_table(rows, {"set-up": "cure", figure: figure, "times_better": "times better", "effect": "so it",
+                            COST: "$ a million"}))
     return rows
 
 
 # %% [markdown]
 # ## The medicine chest
 #
-# A cure changes one thing of the service. The same requests are then served again.
+# A cure changes one thing of the service. The same requests are then served again. It *cures* if the figure of the
+# complaint becomes a fifth better or more.
 
 # %%
 print(*CURES, sep="\n")
+
+# %% [markdown]
+# What speculation is worth depends on the drafts. Those of this page are as often there, as often right, and take as
+# long as chapter 6 found in its recorded run: by looking back, on chats and on text that repeats its prompt, and by the
+# trained drafter. The model there is a small one, and few rounds are counted at batch 1: take the shares as rough.
+# Verifying takes what the A100's data sheet says.
+
+# %%
+KINDS = {"chat": "chats", "copy": "repeated text"}
+worth = [
+    {"drafts": f"{drafts} on {KINDS[prompts]}", "steps": found.found, "first": found.right[0],
+     "accepted": found.acceptance, "cost": found.cost}
+    for prompts, drafts in (("chat", "n-gram"), ("copy", "n-gram"), ("chat", "drafter"))
+    for found in [recorded_drafts(prompts, drafts).at(1)]
+]
+print(text_table(worth, {"drafts": "drafts, one request", "steps": "steps that have some", "first": "first one right",
+                         "accepted": "accepted of four", "cost": "proposing, in plain steps"}))
+print(f"recorded on {recorded_drafts('chat', 'n-gram').source}")
 
 # %%
 show_source(Service.serve, diagnose.diagnose)
@@ -107,8 +131,25 @@ if my_cure:
 slow_start = reveal("slow start")
 
 # %% [markdown]
-# Nearly all of the work is the same prompt, computed again for everybody. A second GPU helps as well, since the load is
-# halved; look at what it costs. A larger batch does nothing: the rows were never the limit.
+# Nearly all of the work is the same prompt, computed again for each request. A second GPU helps as well, since the
+# load is halved; look at what it costs.
+#
+# Look at the rows again: they stop rising at half of `max_batch`, beside a queue, with most of the cache free. What
+# holds them there? A step feeds at most 2,048 tokens. A prompt takes two steps of that, so about one request in two
+# steps can join; and it stays for its prompt and for the 64 steps of its answer. Little's law (chapter 7), in steps:
+
+# %%
+case = CASES["slow start"]
+asked = case.load(REQUESTS)
+prompt = sum(len(item.prompt_ids) for item in asked) / len(asked)
+prompt_steps, answer_steps = prompt / case.service.max_step_tokens, asked[0].output_tokens
+joining, stay = 1 / prompt_steps, prompt_steps + answer_steps
+print(f"{joining:.2f} requests join a step, each stays {stay:.0f} steps: {joining * stay:.0f} rows, "
+      f"and {case.service.max_batch} would be allowed")
+
+# %% [markdown]
+# So a larger batch does nothing. The limit is the reading of prompts, and only fewer prompt tokens (or a second GPU to
+# read them) raise it. Smaller chunks make it worse.
 #
 # ## Case 2: stutter
 
@@ -125,8 +166,10 @@ if my_cure:
 stutter = reveal("stutter")
 
 # %% [markdown]
-# The median gap is fine, the p99 is many times as long: some steps read a whole prompt while everybody waits. Chunks
-# bound the length of every step. No format of the cache does.
+# The median gap is fine, the p99 is many times as long: some steps read a whole prompt while all rows wait. Chunks
+# bound the length of every step. No format of the cache does. Whatever shortens all steps (8-bit weights) or lets fewer
+# rows share them (another GPU) makes the stalls rarer or shorter, at its own price. Speculation makes the figure worse:
+# fewer steps give the same tokens, so more of the gaps are those of long steps.
 #
 # ## Case 3: alone and slow
 
@@ -143,8 +186,10 @@ if my_cure:
 alone = reveal("alone and slow")
 
 # %% [markdown]
-# One row in the step, no queue, an empty cache. There is nobody to batch with. Only fewer bytes per token help (8-bit
-# weights), or more tokens per step (speculation, if seven of ten drafts are right). Another GPU idles.
+# One row in the step, no queue, and less than half a per cent of the cache. There is nothing to batch with. Fewer bytes
+# per token cure it: 8-bit weights. More tokens per step cure it where the text repeats itself: speculation by looking
+# back. On chats it does not cure: few drafts are right, so it helps little, and so does the trained drafter, which is
+# right more often and must be paid for. Another GPU idles.
 #
 # ## Case 4: the crowd
 
@@ -161,9 +206,12 @@ if my_cure:
 crowd = reveal("crowd")
 
 # %% [markdown]
-# Eight rows in the step, a long queue, and most of the cache free: a limit that somebody set. This is the case
-# of "three where forty would fit". Note that speculation helps here too. At eight rows the arithmetic units are mostly
-# idle. At 256 rows they would not be (chapter 6).
+# The rows lie on the line of `max_batch`, and hold less than one per cent of the cache: a limit that somebody set. All
+# requests were there at the start, so the queue only falls, one for each answer; what is wrong is not that it grows,
+# but that it falls at the speed of eight rows. This is the case of "three where forty would fit".
+#
+# Speculation cures here too where the text repeats itself: at eight rows the arithmetic units are mostly idle. At 256
+# rows they would not be (chapter 6). On chats it helps little, and the trained drafter makes it worse.
 #
 # ## Case 5: turned away
 
@@ -180,9 +228,22 @@ if my_cure:
 turned_away = reveal("turned away")
 
 # %% [markdown]
-# Few rows, a queue, and a cache that is fully held: but held as reservations for answers of 4,096 tokens that never
-# come. Pages, a cap, or 8 bits free it. ("inf" times better: nobody is refused any more.) Whatever ends requests sooner
-# helps as well, since it gives the memory back.
+# Few rows, a queue, and a cache of which most is held, yet never all of it. How much is held while requests wait?
+
+# %%
+slots = CASES["turned away"].service
+_, watched = diagnose.diagnose("turned away", requests=REQUESTS)
+waiting = [step for step in watched["before"].steps if step.waiting]
+held = sorted(service_plots.cache_share(step) for step in waiting)
+rows = [step.rows for step in waiting]
+print(f"while requests wait, {held[0]:.0%} to {held[-1]:.0%} of the cache is held, by {min(rows)} to {max(rows)} rows; "
+      f"room for 4,096 tokens is {slots.capacity(4096).request_gb:.2f} GB, "
+      f"{slots.capacity(4096).request_gb * 1e9 / slots.kv_memory:.0%} of it")
+
+# %% [markdown]
+# What is held are reservations for answers of 4,096 tokens that never come, and a slot is so large that the next one
+# does not fit into what is left. Pages, a cap, or 8 bits free it. ("inf" times better: no request is refused any more.)
+# Whatever ends requests sooner helps as well, since it gives the memory back.
 #
 # ## Case 6: the bill
 
@@ -199,8 +260,9 @@ if my_cure:
 bill = reveal("the bill")
 
 # %% [markdown]
-# Four GPUs share out what one batch could hold. Fill the batch before you add GPUs; here, take GPUs away. What does
-# half of them do to the latency? Look it up with `examine("the bill", "half of the GPUs")`.
+# Four GPUs share out what one batch could hold; the picture shows the fullest of them, which runs a few rows and holds
+# a per cent or two of its cache. Fill the batch before you add GPUs; here, take GPUs away. What does half of them do to
+# the latency? Look it up with `examine("the bill", "half of the GPUs")`.
 #
 # The same traffic on 1, 2, 4 and 8 GPUs, in full. Predict: how many times the tokens per second of one do eight make?
 
@@ -263,7 +325,7 @@ service_plots.side_by_side(
 # %% [markdown]
 # ## Claims of the ledger that this page settles
 #
-# By the ledger's own rules; F6 has six cases of its own.
+# By the ledger's own rules; F6 has cases of its own, and F5 a sweep of eight set-ups. Each is run with three seeds.
 
 # %%
 print(ledger({"B9": fleets, "F5": service.achieved_batch(setting).rows, "F6": service.cures(setting).rows}))

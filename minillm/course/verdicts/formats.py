@@ -18,6 +18,7 @@ from minillm.course.verdicts.reading import (
     near,
     not_less,
     ratio,
+    turn_by_turn,
 )
 from minillm.course.verdicts.words import Claim, Missing, Part, Verdict, every, true
 
@@ -96,6 +97,11 @@ def _minus(a: Reading, b: Reading) -> Reading:
     return Reading(gap, gap - error, gap + error, True)
 
 
+def faster(before: dict, after: dict) -> Reading:
+    """How many times as fast a step is, with the spread of the turns if they are recorded."""
+    return turn_by_turn(after, "times_faster", ratio(before, after, "step_ms"))
+
+
 def d3(rows: Rows) -> Verdict:
     """Direction: with one row each format of fewer bits is faster than the weights as loaded, and leaves room for more
     cache. Size: at the most rows measured each is still faster."""
@@ -105,7 +111,7 @@ def d3(rows: Rows) -> Verdict:
     for name in dict.fromkeys(row["weights"] for row in rows if row["weights"] != loaded):
         before, after, crowd, packed = (find(rows, weights=each, rows=number) for number in (1, most)
                                         for each in (loaded, name))
-        alone, together = ratio(before, after, "step_ms"), ratio(crowd, packed, "step_ms")
+        alone, together = faster(before, after), faster(crowd, packed)
         gains.append(alone)
         parts += [more(alone), true(after["cache_tokens_in_1_gib"] > before["cache_tokens_in_1_gib"])]
         sizes.append(more(together))
@@ -193,14 +199,14 @@ def d6(rows: Rows) -> Verdict:
 
 def _d6_speed(rows: Rows) -> Verdict:
     """int8 weights against those as loaded, at every number of rows."""
-    gains = {row["rows"]: ratio(find(rows, weights=plain(rows), rows=row["rows"]), row, "step_ms")
+    gains = {row["rows"]: faster(find(rows, weights=plain(rows), rows=row["rows"]), row)
              for row in rows if row["weights"] == "int8"}
     if len(gains) < 2:
         raise Missing("fewer than two rows with int8 weights")
     parts = [not_less(gain) for gain in gains.values()]
-    faster = any(gain.low > 1 for gain in gains.values())
+    somewhere = any(gain.low > 1 for gain in gains.values())
     listed = ", ".join(f"{number}: {gain}" for number, gain in gains.items())
-    return judged(f"weights: times as fast in int8, by rows: {listed}", every(*parts, true(faster)),
+    return judged(f"weights: times as fast in int8, by rows: {listed}", every(*parts, true(somewhere)),
                   by=gains.values())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from minillm.course.verdicts.words import Missing, Part, Verdict, true, word
 
@@ -57,8 +58,7 @@ def over(a: Reading, b: Reading) -> Reading:
     """a / b. Its spread is that of the pairs where both have the same runs, else the widest that both allow."""
     if a.runs and len(a.runs) == len(b.runs) and all(b.runs):
         pairs = tuple(mine / other for mine, other in zip(a.runs, b.runs, strict=True))
-        value = a.value / b.value
-        return Reading(value, min(value, *pairs), max(value, *pairs), True, pairs)
+        return Reading(median(pairs), min(pairs), max(pairs), True, pairs)
     return Reading(a.value / b.value, a.low / b.high, a.high / b.low, a.recorded and b.recorded)
 
 
@@ -77,6 +77,18 @@ def within_turns(row: dict, base: dict, name: str, column: str) -> Reading:
 def times(value: float, noise: float = NOISE) -> Reading:
     """A ratio that a row holds already, without its spread."""
     return Reading(value, value / (1 + noise), value * (1 + noise), noise == 0)
+
+
+def turn_by_turn(row: dict, name: str, gain: Reading) -> Reading:
+    """A ratio as a row's own column of it has it, of which each was taken within a turn; `gain` if none is recorded.
+
+    Where the column says the contrary of `gain`, the ratio of the figures, it only tells how wide the spread is.
+    """
+    if row.get(f"{name}_min") is None or row.get("turns", 0) < TURNS:
+        return gain
+    least, usual, most = (row[f"{name}{end}"] for end in ("_min", "", "_max"))
+    scale = 1.0 if (gain.value >= 1) == (usual >= 1) else gain.value / usual
+    return Reading(usual * scale, least * scale, most * scale, True)
 
 
 # -- what a ratio says ----------------------------------------------------------------------------

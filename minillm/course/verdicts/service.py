@@ -7,7 +7,6 @@ from itertools import combinations
 
 from minillm.course.verdicts.reading import (
     FACTOR,
-    TURNS,
     Reading,
     Rows,
     column,
@@ -19,6 +18,7 @@ from minillm.course.verdicts.reading import (
     near,
     ratio,
     times,
+    turn_by_turn,
 )
 from minillm.course.verdicts.words import Claim, Missing, Part, TooSmall, Verdict, every, true
 
@@ -162,10 +162,7 @@ def _better(row: dict) -> Reading:
     worse, better = (row[name] for name in (("before", "after") if row["figure"] == "tokens_per_s"
                                              else ("after", "before")))
     gain = 1.0 if worse == better else better / worse if worse else float("inf")
-    if row.get("times_better_min") is None or row.get("turns", 0) < TURNS:
-        return times(gain)
-    least, usual, most = (row[f"times_better{end}"] for end in ("_min", "", "_max"))
-    return Reading(gain, gain * least / usual, gain * most / usual, True)
+    return turn_by_turn(row, "times_better", times(gain))
 
 
 def f7(rows: Rows) -> Verdict:
