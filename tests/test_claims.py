@@ -371,6 +371,7 @@ def test_the_resamples_of_a_run_say_where_its_knee_may_be():
                 for row, share in zip(KNEE, shares, strict=True)]
 
     assert word_of("B3", with_shares(0, 0.01, 0.99, 0, 0, 0)) == HOLDS
+    assert word_of("B3", exchanged("B3", with_shares(0, 0.01, 0.99, 0, 0, 0))) not in SPEAKING
     assert word_of("B3", with_shares(0, 0.02, 0.96, 0.02, 0, 0)) == HOLDS  # a fortieth may lie beyond either end
     found = judged(JUDGED["B3"], with_shares(0, 0.3, 0.7, 0, 0, 0))
     assert found.word == IN_DIRECTION and "knee at 4 to 16 clients" in found.measured
@@ -400,6 +401,8 @@ def test_a_gain_within_each_turn_is_narrower_than_one_of_medians():
     rows[1] |= {"times_static": 1.3, "times_static_min": 1.25, "times_static_max": 1.35}
     found = judged(JUDGED["B6"], rows)
     assert found.word == IN_DIRECTION and "in slots 1.3 (1.25 to 1.35) times static" in found.measured
+    rows[0] |= {"times_static": 1.0, "times_static_min": 1.0, "times_static_max": 1.0}
+    assert word_of("B6", exchanged("B6", rows)) not in SPEAKING
 
 
 def test_sharing_is_judged_by_the_spread_of_its_turns():

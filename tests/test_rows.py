@@ -88,6 +88,11 @@ def test_timed_decode_steps_have_all_rows_and_only_those(setting, prompt_step_to
     monkeypatch.setattr(common, "PROMPT_STEP_TOKENS", prompt_step_tokens)
     spread = common.decode_seconds(setting.model, rows=12, context=40, steps=5)
     assert (spread.repeats, spread.warmups) == (5, common.WARM_UPS) and 0 < spread.min <= spread.max
+    decoding = common.Decoding(setting.model, 12, 40, steps=3 * (1 + 4))
+    steps, warm = decoding.engine.records.steps, common.WARM_UPS - 1
+    begun = len(steps)
+    assert [len(decoding.seconds(4)) for _ in range(3)] == [4] * 3 and len(steps) == begun + 3 * 5
+    assert all(step.decode_tokens == step.rows == 12 for step in steps[begun - warm :])
 
 
 def test_steps_take_turns_and_each_turn_has_its_own_limits():
@@ -299,7 +304,7 @@ def test_the_same_resamples_are_drawn_again_from_the_same_seed():
 def test_a_client_of_a_closed_loop_asks_eight_times(setting):
     found = batching.knee(setting)
     check_turns(found, 3, "tokens_per_s", "itl_p50_ms")
-    assert [row["clients"] for row in found.rows] == [1, 4, 8, 16]
+    assert [row["clients"] for row in found.rows] == [1, 2, 4, 8]
     for row in found.rows:
         assert row["requests_per_client"] == 8 and 0.75 * row["clients"] <= row["mean_rows"] <= row["clients"]
         assert row["power"] == pytest.approx(row["tokens_per_s"] / row["itl_p50_ms"])

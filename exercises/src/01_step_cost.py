@@ -66,7 +66,7 @@ check("kv_bytes_per_token", kv_bytes_per_token)
 #
 # A decode step feeds one token for each request of the batch. `contexts` lists how many tokens each of these new
 # tokens looks at, itself included. The step reads every weight once, however many requests share it, and the keys
-# and values of all these tokens. There is no padding: each request brings its own length.
+# and values of all these tokens. There is no padding: each request brings its own length. Leave the list as it is.
 
 # %%
 def decode_bytes(weight_bytes, bytes_per_token, contexts):
@@ -102,7 +102,7 @@ check("decode_flops", decode_flops)
 # ## The capacity sum
 #
 # What the weights and the overhead (activations, the runtime) leave of the memory is for the cache. A GB is 10⁹
-# bytes here. How many requests of `context` tokens fit at once? Half a request does not run.
+# bytes here. How many requests of `context` tokens fit at once? Half a request does not run: the answer is an `int`.
 
 # %%
 def requests_that_fit(memory_gb, weights_gb, overhead_gb, context, bytes_per_token):

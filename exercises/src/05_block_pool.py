@@ -16,11 +16,12 @@ from minillm.course.grading import check, hint
 #
 # **How many blocks.** `blocks_for(num_tokens)` says how many blocks hold so many tokens. No tokens need no block.
 #
-# **All or nothing.** `take(number)` hands out so many free blocks, as a list of their numbers. If fewer are free it
-# returns `None` and changes nothing: a scheduler that is refused goes on and tries again later.
+# **All or nothing.** `take(number)` hands out `number` free blocks, as a list of their numbers; none asked, an empty
+# list. If fewer are free it returns `None` and changes nothing: a scheduler that is refused tries again later.
 #
 # **Giving back.** `release(blocks)` makes blocks free again. A block that is free already must not be released
-# again, since two requests would be given it: raise a `ValueError`, before anything changes.
+# again, nor twice in one call, since two requests would be given it: raise a `ValueError`, before anything changes.
+# The list stays the caller's: do not change it.
 #
 # You choose how the pool remembers what is free.
 
@@ -49,11 +50,11 @@ class BlockPool:
         ### END SOLUTION
 
     def release(self, blocks):
-        """Make `blocks` free again. Raises ValueError, and changes nothing, if one of them is free already."""
+        """Make `blocks` free again. Raises ValueError, and changes nothing, if one is free already or given twice."""
         ### BEGIN SOLUTION
         for block in blocks:
-            if block in self.free:
-                raise ValueError(f"block {block} is free already")
+            if block in self.free or blocks.count(block) > 1:
+                raise ValueError(f"block {block} is free already, or given twice")
         self.free.extend(blocks)
         ### END SOLUTION
 

@@ -42,12 +42,14 @@ from minillm.course.grading import check, hint
 #
 # **Releasing.** `release(blocks)` takes one reference from each block of a table. One that nobody holds any more
 # becomes cached if the index knows it, else free. Go from the last block to the first, so that the tail of a prefix
-# is the first to be given away: without its head a tail is never found again. A block without references must not be
-# released: raise a `ValueError`.
+# is the first to be given away: without its head a tail is never found again. A block must not be released more
+# often than it is held, in one call or in several: raise a `ValueError`, before anything changes.
 #
 # **Taking.** `take(number)` gives new blocks with one reference each, or `None`, and nothing changed, if there are
 # too few. Free blocks go first, then cached ones, those that became cached longest ago first. A cached block that is
 # taken will hold something else, so the index must forget it.
+#
+# Lists that a method is given are the caller's: leave them as they are.
 
 # %%
 class SharingPool:
@@ -97,11 +99,12 @@ class SharingPool:
         ### END SOLUTION
 
     def release(self, blocks):
-        """One reference less to each of `blocks`, the last first. ValueError for a block that nobody holds."""
+        """One reference less to each of `blocks`, the last first. ValueError, and no change, for too many."""
         ### BEGIN SOLUTION
+        for block in blocks:
+            if blocks.count(block) > self.references[block]:
+                raise ValueError(f"block {block} is not held so often")
         for block in reversed(blocks):
-            if self.references[block] == 0:
-                raise ValueError(f"nobody holds block {block}")
             self.references[block] -= 1
             if self.references[block] == 0:
                 if block in self.key_of:

@@ -20,7 +20,8 @@ from minillm.course.grading import check, hint
 # - `scale` = the row's largest |x| / 127, kept in fp16 (`torch.float16`), one for each row.
 # - `code` = the whole number whose product with the scale is nearest to x, kept as `torch.int8`.
 #
-# Every token and head has a scale of its own: a slot can be written without a look at its neighbours.
+# Every token and head has a scale of its own: a slot can be written without a look at its neighbours. Leave what you
+# are given as it is, here and below.
 #
 # ## A scale is never 0
 #
@@ -54,6 +55,7 @@ check("int8_encode", int8_encode)
 #
 # Two codes share a byte (`torch.uint8`): number 2i of the row is in the low half of byte i, number 2i + 1 in the high
 # half. The codes 5 and 3 make the byte 5 + 16 * 3 = 0x35. A code outside of 0 to 15 would spill into the other half.
+# D is even; where `group` is odd, a byte holds the end of one group and the beginning of the next.
 
 # %%
 def int4_encode(x, group):

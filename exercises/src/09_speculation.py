@@ -20,7 +20,7 @@ from minillm.course.grading import check, hint
 # of draft i, and `best[k]` what it says behind the last draft.
 #
 # Drafts are taken up to the first that the target would not have said. The target's own token at that place follows.
-# So a step gives at least one token and at most k + 1.
+# So a step gives at least one token and at most k + 1. Leave the lists as they are; that goes for all three tasks.
 
 # %%
 def verify_greedy(best, drafts):

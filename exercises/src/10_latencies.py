@@ -95,8 +95,8 @@ check("token_gaps", token_gaps)
 # | `"itl_p50_s"`, `"itl_p99_s"` | percentiles of their gaps, all answered requests' gaps in one list |
 # | `"output_tokens_per_s"` | all tokens of all requests, over the time from the first arrival to the last token |
 #
-# What cannot be computed, since nobody was answered or there was no token, is `None`. Your functions above are used
-# here, so pass their checks first.
+# What cannot be computed, since nobody was answered or there was no token, is `None`. Leave the records as they are.
+# Your functions above are used here, so pass their checks first.
 
 # %%
 def summarise(records):

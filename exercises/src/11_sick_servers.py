@@ -34,7 +34,8 @@ from minillm.course.grading.servers import SERVERS, TREATMENTS, complaint, exami
 # `settings` has `max_batch` and `max_step_tokens`, the most tokens that a step may feed. A long step matters more
 # than a short one: take means over time, each step counting for as long as it took.
 #
-# Here are the four, with one load. The checks draw others. Which figure gives each of them away?
+# Here are the four, with one load. The checks draw other loads, and servers with other settings. Leave the records as
+# they are. Which figure gives each of the four away?
 
 # %% tags=["demo"]
 for name, server in SERVERS.items():

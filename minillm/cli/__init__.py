@@ -8,17 +8,18 @@ import os
 import sys
 
 from minillm.cli.bench import add_bench
-from minillm.cli.course import add_claims, add_grade, add_ladder, add_measure, add_overhead
+from minillm.cli.course import add_claims, add_exercises, add_grade, add_ladder, add_measure, add_overhead
 from minillm.cli.running import add_fetch, add_generate
 from minillm.cli.serving import add_capacity, add_simulate
 from minillm.guard.inputs import check_at_least
 
 COMMANDS = (
     add_generate, add_ladder, add_measure, add_claims, add_bench, add_capacity, add_simulate, add_overhead, add_grade,
-    add_fetch,
+    add_exercises, add_fetch,
 )
 
-EXTRAS = {"matplotlib": "lab", "ipywidgets": "lab", "transformers": "test"}  # of pyproject.toml, by what they bring
+# Of pyproject.toml, by what they bring.
+EXTRAS = {"matplotlib": "lab", "ipywidgets": "lab", "IPython": "lab", "transformers": "test"}
 
 
 def show_any_character() -> None:

@@ -1,4 +1,4 @@
-"""`ladder`, `measure`, `claims`, `overhead` and `grade`: their parsers. `course/commands.py` runs them."""
+"""`ladder`, `measure`, `claims`, `overhead`, `grade` and `exercises`: their parsers. `course/commands.py` runs them."""
 
 from __future__ import annotations
 
@@ -84,3 +84,11 @@ def add_grade(commands) -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="notebooks at a time (default: one a core)")
     add_json(parser)
     parser.set_defaults(run=in_course("grade"))
+
+
+def add_exercises(commands) -> None:
+    """The parser of `minillm exercises`."""
+    parser = commands.add_parser("exercises", help="copy the exercises into a folder of your own, to solve them there")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="made if it is not there")
+    parser.add_argument("--force", action="store_true", help="overwrite exercises that are there, with what is in them")
+    parser.set_defaults(run=in_course("exercises"))

@@ -77,7 +77,7 @@ EXPERIMENTS = {
         Experiment("cost_by_length", "limits", "the next token by the text's length", ("A4",), 12),
         Experiment("utilisation", "limits", "what the usual gauge reads at batch 1 and 64", ("A5",), 8),
         Experiment("batch_curve", "batching", "a step's time by its rows", ("B1", "B2", "B8"), 12),
-        Experiment("knee", "batching", "where more clients stop paying", ("B3",), 25),
+        Experiment("knee", "batching", "where more clients stop paying", ("B3",), 15),
         Experiment("idle_slots", "batching", "idle slot-steps, counted", ("B4", "B5"), on_device=False),
         Experiment("continuous_vs_static", "batching", "chat lengths in equal memory", ("B6",), 25),
         Experiment("gain_by_spread", "batching", "continuous over static by spread", ("B7",), 30),

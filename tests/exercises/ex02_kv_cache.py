@@ -30,6 +30,8 @@ MUTANTS = [
            "        warm = layer in self.keys\n        self.keys[layer], self.values[layer] = k, v\n"
            "        if warm:\n            return torch.cat([attention(row[None], k, v) for row in q])\n        return",
            caught_by="several tokens on a warm cache see what stands before each of them, in order"),
+    Mutant("kv_cache", "a list of 30 layers", "if layer in self.keys:", "if list(range(30))[layer] in self.keys:",
+           caught_by="it works for models with any number of layers and heads"),
     Mutant("cached_decode", "takes the first row", "logits[-1]", "logits[0]",
            caught_by="the first token is the model's choice behind the prompt"),
     Mutant("cached_decode", "feeds everything again", "        answer += feed\n",
@@ -49,6 +51,12 @@ MUTANTS = [
            "    model.forward(torch.tensor(feed), torch.tensor([position]), cache)\n    return answer",
            caught_by="it makes exactly max_tokens tokens, and does not feed the last"),
     Mutant("cached_decode", "never stops", "if answer[-1] in stop_ids:", "if False:",
+           caught_by="a stop token ends the answer, and is part of it"),
+    Mutant("cached_decode", "feeds the stop token too",
+           "        feed = [int(logits[-1].argmax())]\n        answer += feed\n"
+           "        if answer[-1] in stop_ids:\n            break\n",
+           "        if answer and answer[-1] in stop_ids:\n            break\n"
+           "        feed = [int(logits[-1].argmax())]\n        answer += feed\n",
            caught_by="a stop token ends the answer, and is part of it"),
     Mutant("cached_decode", "leaves the stop token out", "            break",
            "            answer.pop()\n            break",
@@ -79,19 +87,19 @@ class CacheOfParts:
 
 
 class CacheInDoubles:
-    """Room for the longest, fp64, and attention by einsum."""
+    """Room for the longest in each layer, fp64, and attention by einsum."""
 
     def __init__(self):
-        self.room, self.length = None, {}
+        self.room, self.length = {}, {}
 
     def attend(self, layer, q, k, v):
-        if self.room is None:
-            self.room = torch.full((2, 4, 64, *k.shape[1:]), float("nan"), dtype=torch.float64)
+        if layer not in self.room:
+            self.room[layer] = torch.full((2, 64, *k.shape[1:]), float("nan"), dtype=torch.float64)
         start = self.length.get(layer, 0)
         end = self.length[layer] = start + len(k)
-        self.room[0, layer, start:end], self.room[1, layer, start:end] = k, v
+        self.room[layer][0, start:end], self.room[layer][1, start:end] = k, v
         group = q.shape[1] // k.shape[1]
-        keys, values = (side[layer, :end].repeat_interleave(group, dim=1) for side in self.room)
+        keys, values = (side[:end].repeat_interleave(group, dim=1) for side in self.room[layer])
         scores = torch.einsum("nhd,shd->hns", q.double(), keys) / q.shape[-1] ** 0.5
         ahead = torch.arange(end)[None] > torch.arange(start, end)[:, None]
         weights = scores.masked_fill(ahead, float("-inf")).softmax(-1)

@@ -38,6 +38,11 @@ MUTANTS = [
            "[request for request in self.running if not request.finished]",
            "self.running if not all(r.finished for r in self.running) else []",
            caught_by=LEAVES),
+    Mutant(TASK, "takes them out of the list it goes over",
+           "self.running = [request for request in self.running if not request.finished]",
+           "for request in self.running:\n            if request.finished:\n"
+           "                self.running.remove(request)",
+           caught_by="several may finish in the same step"),
     Mutant(TASK, "the newest first", "self.waiting.popleft()", "self.waiting.pop()",
            caught_by="nobody overtakes in the queue"),
     Mutant(TASK, "the shortest prompt first", "            request = self.waiting.popleft()\n",

@@ -23,8 +23,27 @@ MUTANTS = [
            caught_by="a refused take returns None and changes nothing"),
     Mutant("block_pool", "forgets to free", "self.free.extend(blocks)", "pass",
            caught_by="released blocks can be taken again"),
-    Mutant("block_pool", "does not look for a double release", "if block in self.free:", "if False:",
+    Mutant("block_pool", "does not look for a double release", "block in self.free or", "",
            caught_by="a block that is free already is refused"),
+    Mutant("block_pool", "frees one by one until it refuses",
+           "        self.free.extend(blocks)", "            self.free.append(block)",
+           caught_by="a refused release changes nothing"),
+    Mutant("block_pool", "looks at the first block only", "for block in blocks:", "for block in blocks[:1]:",
+           caught_by="a refused release changes nothing"),
+    Mutant("block_pool", "frees a block twice in one call", " or blocks.count(block) > 1", "",
+           caught_by="a block that stands twice in one release is refused"),
+    Mutant("block_pool", "remembers only what was released", "if block in self.free or blocks.count(block) > 1:",
+           "self.back = getattr(self, 'back', set()); "
+           "again = block in self.back and block in self.free; self.back.add(block)\n            if again:",
+           caught_by="a block that is free already is refused"),
+    Mutant("block_pool", "keeps the caller's list", "self.free.extend(blocks)",
+           "self.free = self.free + blocks if self.free else blocks",
+           caught_by="a list that was handed over stays the caller's"),
+    Mutant("block_pool", "empties the caller's list", "self.free.extend(blocks)",
+           "while blocks:\n            self.free.append(blocks.pop())",
+           caught_by="a list that was handed over stays the caller's"),
+    Mutant("block_pool", "refuses because nothing is free", "if number > len(self.free)",
+           "if not self.free or number > len(self.free)", caught_by="taking no block is never refused"),
     Mutant("block_pool", "hands out the same block again", "self.free.pop()", "self.free[-1]",
            caught_by="takes as many different blocks as asked, all of them the pool's"),
     Mutant("block_pool", "counts from 1", "list(range(num_blocks))", "list(range(1, num_blocks + 1))",
@@ -40,6 +59,10 @@ MUTANTS = [
            caught_by="takes a block when the first token behind a full one comes, and neither before nor after"),
     Mutant("block_table", "a block one token early", "blocks_for(num_tokens)", "blocks_for(num_tokens + 1)",
            caught_by="takes a block when the first token behind a full one comes, and neither before nor after"),
+    Mutant("block_table", "refuses where nothing is missing", "taken = self.pool.take(missing)",
+           "taken = self.pool.take(missing) if missing else None",
+           caught_by="says True where nothing is missing"),
+    Mutant("block_table", "returns nothing", "return True", "pass", caught_by="takes the blocks for its first tokens"),
     Mutant("block_table", "the place without the block", "self.blocks[position // size] * size + position % size",
            "self.blocks[position // size] * size + position", caught_by="finds each token's slot"),
     Mutant("block_table", "does not look whether the pool refused", "return False", "return True",
@@ -71,7 +94,7 @@ class PoolOfSets:
         return chosen
 
     def release(self, blocks):
-        if self.unused & set(blocks):
+        if self.unused & set(blocks) or len(set(blocks)) < len(blocks):
             raise ValueError("free already")
         self.unused |= set(blocks)
 
@@ -96,7 +119,7 @@ class PoolOfFlags:
         return found
 
     def release(self, blocks):
-        if not all(self.taken[block] for block in blocks):
+        if len({block for block in blocks if self.taken[block]}) != len(blocks):
             raise ValueError("free already")
         for block in blocks:
             self.taken[block] = False

@@ -1,6 +1,6 @@
 """Wrong and right answers to exercise 6."""
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 
 from wrong_answers import Mutant
 
@@ -49,9 +49,27 @@ MUTANTS = [
            caught_by="gives the tail of a prefix away before its head"),
     Mutant(TASK, "youngest first", "popitem(last=False)", "popitem()",
            caught_by="gives the tail of a prefix away before its head"),
-    Mutant(TASK, "releases twice", "            if self.references[block] == 0:\n                raise",
-           "            if self.references[block] < -9:\n                raise",
+    Mutant(TASK, "releases twice", "if blocks.count(block) > self.references[block]:", "if False:",
            caught_by="refuses to release what nobody holds"),
+    Mutant(TASK, "does not see that a block stands twice", "blocks.count(block) > self.references[block]",
+           "self.references[block] == 0", caught_by="refuses to release what nobody holds"),
+    Mutant(TASK, "releases one by one until it refuses",
+           "                raise ValueError(f\"block {block} is not held so often\")\n"
+           "        for block in reversed(blocks):\n",
+           "                pass\n        for block in reversed(blocks):\n"
+           "            if self.references[block] == 0:\n                raise ValueError\n",
+           caught_by="a refused release changes nothing"),
+    Mutant(TASK, "refuses a block that is held twice", "blocks.count(block) > self.references[block]",
+           "blocks.count(block) > min(1, self.references[block])", caught_by="a refused release changes nothing"),
+    Mutant(TASK, "a match renews what it finds", "            found.append(self.block_of[key])",
+           "            found.append(self.block_of[key])\n            if found[-1] in self.cached:\n"
+           "                self.cached.move_to_end(found[-1])",
+           caught_by="a match alone leaves the order of the cached blocks as it was"),
+    Mutant(TASK, "takes the caller's table apart", "for block in reversed(blocks):\n",
+           "while blocks:\n            block = blocks.pop()\n",
+           caught_by="lists that are handed over stay as they were"),
+    Mutant(TASK, "refuses because nothing can be taken", "if number > self.num_available:",
+           "if not self.num_available or number > self.num_available:", caught_by="taking no block is never refused"),
 ]
 
 SURVIVORS = {}
@@ -95,7 +113,7 @@ class InSmallSteps(Plain):
             self.references[block] += 1
 
     def release(self, blocks):
-        if not all(self.references[block] for block in blocks):
+        if any(number > self.references[block] for block, number in Counter(blocks).items()):
             raise ValueError("released too often")
         for block in blocks[::-1]:
             self.references[block] -= 1

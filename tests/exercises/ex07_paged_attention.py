@@ -24,6 +24,12 @@ MUTANTS = [
            caught_by="blocks that are only reserved are left out"),
     Mutant("gather", "blocks of 4 and one head", "store[block_table].flatten(0, 1)",
            "store[block_table].reshape(-1, 1, 2)", caught_by="any block size, any number of heads"),
+    Mutant("gather", "in fp32 whatever the store", "store[block_table]", "store.float()[block_table]",
+           caught_by="what is gathered has the store's dtype, and the store stays as it was"),
+    Mutant("paged_attention", "masks the last block only", "    weights = ",
+           "    unseen = unseen.clone()\n"
+           "    unseen[:, : (num_tokens - 1) // keys.shape[1] * keys.shape[1]] = False\n    weights = ",
+           caught_by="a whole prompt over several blocks, with grouped heads of any size"),
     Mutant("paged_attention", "does not scale", " / head_dim**0.5", "",
            caught_by="scores are divided by the root of head_dim"),
     Mutant("paged_attention", "divides by head_dim", "head_dim**0.5", "head_dim",

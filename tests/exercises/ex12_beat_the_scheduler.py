@@ -4,8 +4,8 @@ from wrong_answers import Mutant
 
 SECONDS = 5.0  # of processor time a check: a right answer serves four loads in virtual time, in about half a second
 
-SOLUTION = "sorted(prompts, key=lambda prompt: (now - prompt.arrival) / prompt.left, reverse=True)"
-KEY = "(now - prompt.arrival) / prompt.left, reverse=True"
+SOLUTION = "sorted(prompts, key=lambda prompt: (now - prompt.arrival + 0.1) / prompt.left, reverse=True)"
+KEY = "(now - prompt.arrival + 0.1) / prompt.left, reverse=True"
 MUTANTS = [
     Mutant("order_prompts", "drops what is too long",
            "sorted(prompts,", "sorted([p for p in prompts if p.left < 9000],",
@@ -17,6 +17,8 @@ MUTANTS = [
     Mutant("order_prompts", "longest first", KEY, "prompt.left, reverse=True",
            caught_by="of two that came together, the shorter one goes first"),
     Mutant("order_prompts", "who waited longest, whatever it needs", KEY, "now - prompt.arrival, reverse=True",
+           caught_by="of two that came together, the shorter one goes first"),
+    Mutant("order_prompts", "all that have just come are alike", " + 0.1", "",
            caught_by="of two that came together, the shorter one goes first"),
     Mutant("order_prompts", "the whole prompt in place of what is left", "prompt.left", "prompt.tokens",
            caught_by="what is left counts, not what was asked"),

@@ -91,6 +91,17 @@ def test_what_came_back_and_cannot_be_used_is_called_that(double, capsys):
     assert "What came back could not be used:" in out and "called" not in out
 
 
+def test_an_answer_without_a_return_is_told_so_and_one_that_gives_none_rightly_is_not(double, capsys):
+    def forgets(x):
+        2 * x
+
+    check("double", forgets)
+    assert "It returned None: is a `return` missing?" in capsys.readouterr().out
+    for answer in (lambda x: x, lambda x: 1 / 0, lambda x: 42 if x == 21 else None):
+        check("double", answer)
+    assert capsys.readouterr().out.count("It returned None") == 1, "the last one's second check got None only"
+
+
 def test_of_several_failures_the_first_is_explained(double, capsys):
     @double.check(mistake="It adds.", look="'Doubling'")
     def third(double):

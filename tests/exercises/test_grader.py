@@ -232,7 +232,7 @@ class Pages(HTMLParser):
 def test_a_class_becomes_a_table_and_a_page_each(a_class, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["grade", "--class", str(a_class), "--report", str(out)]) == 0
-    with (out / "report.csv").open(newline="") as file:
+    with (out / "report.csv").open(newline="", encoding="utf-8-sig") as file:
         rows = {row["learner"]: row for row in csv.DictReader(file)}
     assert [rows[name][NAME] for name in ("ann", "'=b & <i>o", "cy", "dee")] == ["100", "0", "0", "0"]
     for page in [out / "index.html", *(out / "learners").iterdir()]:
@@ -252,7 +252,7 @@ def test_what_nobody_handed_in_counts_for_nobody(a_class, tmp_path):
     (a_class / "eli").mkdir()
     shutil.copy(FOLDER / "solutions" / "03_static_batch.ipynb", a_class / "eli")
     main(["grade", "--class", str(a_class), "--report", str(tmp_path / "out")])
-    with (tmp_path / "out" / "report.csv").open(newline="") as file:
+    with (tmp_path / "out" / "report.csv").open(newline="", encoding="utf-8-sig") as file:
         rows = {row["learner"]: row for row in csv.DictReader(file)}
     assert list(rows["ann"]) == ["learner", "03_static_batch", NAME, "total"]
     assert (rows["eli"]["03_static_batch"], rows["eli"][NAME], rows["ann"][NAME]) == ("100", "0", "100")

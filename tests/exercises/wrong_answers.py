@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from minillm.course.grading.checks import Outcome, run_task
-from minillm.course.grading.notebook import Cell, read, run_cells, without_magics
+from minillm.course.grading.notebook import Cell, read, run_cells
 from minillm.course.grading.tasks import Exercise, Task
 
 FOLDER = Path(__file__).resolve().parents[2] / "exercises"
@@ -59,7 +59,7 @@ def outcomes(task: Task, answer: Any, seconds: float = SECONDS) -> list[Outcome]
 
 def by_rule(source: str) -> Iterator[tuple[str, str]]:
     """Every single change of the marked regions by the rules of `changes`: (what was changed, the cell with it)."""
-    tree = ast.parse(without_magics(source))
+    tree = ast.parse(source)
     marked, lines, seen = marked_lines(source), source.splitlines(), Counter()
     for at, node in enumerate(ast.walk(tree)):
         for number, change in enumerate(changes(node)):

@@ -162,7 +162,7 @@ def knee(setting: Setting) -> Measurement:
     knee lies at a row; `power_min` and `power_max` leave out a fortieth of them at either end.
     """
     model = setting.timed_model
-    clients = setting.size((1, 4, 8, 16), (1, 2, 4, 8, 16, 24, 32, 48, 64, 128),
+    clients = setting.size((1, 2, 4, 8), (1, 2, 4, 8, 16, 24, 32, 48, 64, 128),
                            (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512))
     mean_tokens, prompt = setting.size((6, 1), (8, 1), (32, 16))
     warm_up(model)

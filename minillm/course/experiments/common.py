@@ -97,7 +97,7 @@ class Decoding:
 
     def __init__(self, model, rows: int, context: int, steps: int, **settings) -> None:
         budget = max(256, min(rows * context, PROMPT_STEP_TOKENS))
-        prompt_steps = -(-rows * context // budget)  # the first rows decode in these already, and must not end
+        prompt_steps = -(-rows * context // budget) + 1  # the first rows decode in these already, and must not end
         answer = prompt_steps + WARM_UPS + steps + 1  # on a GPU one more is under way
         blocks = rows * (-(-(context + answer) // 16) + 1)
         token_bytes = kv_bytes_per_token(model.config, settings.get("kv_format", native_format(model.dtype)))
@@ -105,7 +105,8 @@ class Decoding:
                              prefix_cache=False, kv_memory=blocks * 16 * token_bytes, **settings)
         for prompt in random_prompts(rows, context, model.config.vocab_size):
             self.engine.add(prompt, SamplingParams(max_tokens=answer, ignore_eos=True))
-        for _ in range(prompt_steps + WARM_UPS - 1):
+        done = self.engine.records.steps
+        while sum(step.decode_tokens == rows for step in done) < WARM_UPS - 1:
             self.engine.step()
 
     def seconds(self, steps: int) -> list[float]:

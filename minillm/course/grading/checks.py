@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
 import random
 import re
@@ -22,8 +24,10 @@ import torch
 
 from minillm.course.grading.exercises import load_all
 from minillm.course.grading.tasks import Check, Task, Wrong, margins
+from minillm.course.grading.text import say, shortened
 
 PACKAGE = str(Path(__file__).resolve().parents[2])
+MAX_SHOWN, MAX_FRAMES = 2000, 20  # characters of an error, and lines of a traceback
 CHECK_SECONDS = 10.0  # of processor time; a right answer takes milliseconds
 RUNNING_NOTEBOOK = False  # set by the grader while it runs a submission's cells: it does the checking itself
 
@@ -32,8 +36,8 @@ class CheckFailed(AssertionError):
     """Raised by `check` under CI (environment variable CI), where its output is not read."""
 
 
-class TimeLimit(BaseException):
-    """Not an Exception, so that an `except Exception` inside an endless loop cannot swallow it."""
+class TimeLimit(KeyboardInterrupt):
+    """No Exception, so that an `except Exception` in an endless loop cannot swallow it, nor can asyncio's own loop."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Outcome:
     message: str = ""  # the likely mistake, and where to look
     detail: str = ""  # what was asked, or the learner's own traceback
     margin: float | None = None  # the largest error that `close` saw, in tolerances
+    answered: bool = True  # False: the stub is still there, so the learner is not stuck at it yet
 
 
 @dataclass(frozen=True)
@@ -111,14 +116,16 @@ def run_check(check: Check, answer: Any, seconds: float = CHECK_SECONDS) -> Outc
     margins.clear()
     random.seed(0)
     torch.manual_seed(0)
+    returned: list[bool] = []
     message = f"{check.mistake} Look at {check.look}."
     try:
         with time_limit(seconds):
-            check.run(answer)
+            check.run(watched(answer, returned))
     except Wrong as wrong:
+        message = no_return(returned) + f"{wrong.mistake or check.mistake} Look at {check.look}."
         return Outcome(check.name, False, message, f"Asked: {wrong}", max(margins, default=None))
     except NotImplementedError as error:
-        return Outcome(check.name, False, NOT_WRITTEN, learners_traceback(error, check))
+        return Outcome(check.name, False, NOT_WRITTEN, learners_traceback(error, check), answered=False)
     except TimeLimit:
         return Outcome(check.name, False, f"It ran for more than {seconds:g} s: does a loop never end? {message}")
     except SystemExit:
@@ -130,8 +137,27 @@ def run_check(check: Check, answer: Any, seconds: float = CHECK_SECONDS) -> Outc
     except BaseException as error:
         own = learners_frames(error, check)
         raised = f"Your code raised {type(error).__name__}, see below. If that does not help: " if own else ""
-        return Outcome(check.name, False, raised + message, learners_traceback(error, check))
+        return Outcome(check.name, False, (raised or no_return(returned)) + message, learners_traceback(error, check))
     return Outcome(check.name, True, margin=max(margins, default=None))
+
+
+def watched(answer: Any, returned: list[bool]) -> Any:
+    """The answer; a function also notes of each call whether something came back."""
+    if not inspect.isfunction(answer):
+        return answer
+
+    @functools.wraps(answer)
+    def call(*args, **kwargs):
+        result = answer(*args, **kwargs)
+        returned.append(result is not None)
+        return result
+
+    return call
+
+
+def no_return(returned: list[bool]) -> str:
+    """What to say first of a function that was called and gave nothing back."""
+    return "" if any(returned) or not returned else "It returned None: is a `return` missing? If that does not help: "
 
 
 NOT_WRITTEN = (
@@ -150,11 +176,12 @@ NO_CALL = re.compile(r"not callable|\(\) (takes|missing|got)")  # how Python wor
 
 def learners_traceback(error: BaseException, check: Check) -> str:
     """The learner's own lines of the traceback, and the error."""
-    frames, last = learners_frames(error, check), traceback.format_exception_only(error)
+    frames = learners_frames(error, check)
+    last = shortened("".join(traceback.format_exception_only(error)), MAX_SHOWN)
     if not frames:
         uncalled = isinstance(error, TypeError) and NO_CALL.search(str(error))
-        return f"{'It could not be called' if uncalled else 'What came back could not be used'}:\n" + "".join(last)
-    return "".join(["Traceback, your own lines:\n", *traceback.format_list(frames), *last])
+        return f"{'It could not be called' if uncalled else 'What came back could not be used'}:\n{last}"
+    return "".join(["Traceback, your own lines:\n", *traceback.format_list(frames[-MAX_FRAMES:]), last])
 
 
 def run_task(task: Task, answer: Any, seconds: float = CHECK_SECONDS) -> Iterator[Outcome]:
@@ -181,7 +208,7 @@ def check(name: str, answer: Any) -> Result:
     result = Result(name, tuple(run_task(task, answer)))
     if not result.passed and os.environ.get("CI", "").lower() not in ("", "0", "false"):
         raise CheckFailed(str(result))
-    print(result)
+    say(result)
     return result
 
 
@@ -191,7 +218,7 @@ def hint(name: str, level: int = 1) -> None:
     if level not in (1, 2, 3):
         raise ValueError(f"hint level {level}: there are 1, 2 and 3")
     if not RUNNING_NOTEBOOK:
-        print(f"Hint {level} of 3: {hints[level - 1]}")
+        say(f"Hint {level} of 3: {hints[level - 1]}")
 
 
 def find_task(name: str) -> Task:

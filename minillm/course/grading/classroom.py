@@ -17,8 +17,9 @@ from pathlib import Path
 
 from minillm.course.grading.exercises import load_all
 from minillm.course.grading.notebook import NotANotebook, read
-from minillm.course.grading.runner import DEFAULT_LIMITS, Limits, Marks, grade_notebook, nothing
+from minillm.course.grading.runner import DEFAULT_LIMITS, Limits, Marks, grade_notebook, nothing, process_context
 from minillm.course.grading.tasks import Exercise
+from minillm.course.grading.text import shortened
 from minillm.guard.inputs import check_at_least
 
 
@@ -108,9 +109,11 @@ def grade_class(
 
     bar: (label, total) -> a progress bar. kept: a folder; what it holds from an earlier run is used again, and what
     a learner did not hand in counts as nothing, unless nobody did: it was not asked then. Without it, only what is
-    there is graded.
+    there is graded. A notebook that cannot be graded gets nothing, and a line with the reason. Raises
+    ModuleNotFoundError where there is no IPython to run a notebook's cells in.
     """
     check_at_least(1, jobs=jobs)
+    process_context()
     handed_in = {name for learner in learners for name in learner.notebooks}
     asked = [exercise for exercise in load_all() if exercise.name in handed_in] or load_all()
     work = [(learner, exercise) for learner in learners for exercise in asked
@@ -127,12 +130,19 @@ def grade_class(
 
 
 def grade_one(learner: Learner, exercise: Exercise, kept: Path | None, limits: Limits) -> Marks:
-    """One learner's notebook of one exercise."""
+    """One learner's notebook of one exercise; an error in it, or while grading it, costs no other marks."""
     path = learner.notebooks.get(exercise.name)
     if path is None:
         return nothing(exercise.name, "Not handed in.")
-    if kept is None:
-        return grade_notebook(path, limits)
+    try:
+        return grade_notebook(path, limits) if kept is None else grade_or_find(learner, exercise, kept, limits)
+    except Exception as error:
+        return nothing(exercise.name, shortened(f"It could not be graded: {type(error).__name__}: {error}", 300))
+
+
+def grade_or_find(learner: Learner, exercise: Exercise, kept: Path, limits: Limits) -> Marks:
+    """The marks that an earlier run kept, or new ones, which are kept."""
+    path = learner.notebooks[exercise.name]
     key = f"{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}-{checks_version()}"
     file = kept / learner.name / f"{exercise.name}.json"
     if earlier := kept_marks(file, key):

@@ -6,20 +6,23 @@ that fails does not keep the next one from running, so one mistake costs one tas
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
-import linecache
 import re
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minillm.course.grading.checks import TimeLimit, time_limit
 from minillm.course.grading.exercises import load_all
 from minillm.course.grading.tasks import Exercise, Task
+from minillm.course.grading.text import shortened
+
+if TYPE_CHECKING:
+    from minillm.course.grading.shell import NotebookShell
 
 MAX_BYTES = 20_000_000
 DEMO = "demo"  # the tag of a cell that only shows something: the grader leaves it out, since it may run a model
@@ -66,21 +69,36 @@ class Answers:
 def stub_hash(source: str) -> str:
     """What an untouched cell is recognised by, whatever an editor did to the ends of its lines."""
     text = "\n".join(line.rstrip() for line in source.strip().splitlines())
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:16]
 
 
 def read(path: Path) -> Submission:
     """The notebook in `path`. Raises NotANotebook saying why it is none of ours."""
     if path.stat().st_size > MAX_BYTES:
         raise NotANotebook(f"it has {path.stat().st_size / 1e6:.0f} MB; clear its outputs and hand it in again")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):  # no JSON, or no text at all, or brackets in too many brackets
-        raise NotANotebook("it is no notebook: its content is not JSON") from None
+    content = from_json(path.read_bytes())
     if not isinstance(content, dict) or not isinstance(content.get("cells"), list):
         raise NotANotebook("it is no notebook of format 4: open it in JupyterLab and save it again")
     cells = [read_cell(cell) for cell in content["cells"] if isinstance(cell, dict)]
     return Submission(path, which_exercise(path, content, cells), cells)
+
+
+def from_json(data: bytes) -> Any:
+    """What the file holds, if it is JSON in UTF-8, with a byte-order mark or without; else NotANotebook."""
+    encoding, why = json.detect_encoding(data), ""
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError:
+        text, why = data.decode("latin-1"), "it is not encoded as UTF-8"
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):  # no JSON, or no text at all, or brackets in too many brackets
+        raise NotANotebook("it is no notebook: its content is not JSON") from None
+    if not encoding.startswith("utf-8"):
+        why = f"it is encoded as {encoding.upper()}"
+    if why:
+        raise NotANotebook(f"{why}: save it as UTF-8, which is what Jupyter opens")
+    return content
 
 
 def read_cell(cell: dict) -> Cell:
@@ -131,63 +149,61 @@ def run_cells(
     skip: Mapping[int, str] = MappingProxyType({}),
 ) -> Answers:
     """Run the code cells in order. `started` hears of each before it runs; `skip` leaves some out, and says why."""
-    answers = Answers({"__name__": "__main__", "display": lambda *_: None})
+    from minillm.course.grading.shell import NotebookShell
+
+    shell = NotebookShell.fresh()
+    answers = Answers(shell.user_ns)
     for i, cell in enumerate(cells):
         if cell.kind != "code" or not cell.source.strip() or DEMO in cell.tags:
             continue
         if i not in skip:
             started(i)
-        if error := skip.get(i) or run_cell(cell, i, answers.namespace, seconds):
+        if error := skip.get(i) or run_cell(cell, i, shell, seconds):
             answers.failed[i] = error
             if not cell.untouched:
                 answers.notes.append(f"cell {i + 1} failed: {error}")
+        answers.notes += [f"cell {i + 1}: {note}" for note in shell.left_out]
+        shell.left_out.clear()
     return answers
 
 
-def run_cell(cell: Cell, i: int, namespace: dict[str, Any], seconds: float) -> str | None:
+def run_cell(cell: Cell, i: int, shell: NotebookShell, seconds: float) -> str | None:
     """Run one cell; what went wrong in a line, or None."""
-    filename = f"<cell {i + 1}>"
-    source = without_magics(cell.source)
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)  # for tracebacks
     try:
         with time_limit(seconds):
-            exec(compile(source, filename, "exec"), namespace)
-    except TimeLimit:
-        return f"it ran for more than {seconds:g} s: does a loop never end?"
-    except SystemExit:
-        return "it calls exit()"
-    except KeyboardInterrupt:
-        raise
-    except SyntaxError as error:
-        return f"SyntaxError in line {error.lineno}: {error.msg}"
-    except BaseException as error:
-        return f"{type(error).__name__}: {error}"[:300]
-    return None
+            error = shell.run(cell.source, f"<cell {i + 1}>")
+    except BaseException as its_own:
+        error = its_own
+    match error:
+        case None:
+            return None
+        case TimeLimit():
+            return f"it ran for more than {seconds:g} s: does a loop never end?"
+        case KeyboardInterrupt():
+            raise error
+        case SystemExit():
+            return "it calls exit()"
+        case SyntaxError():
+            return f"SyntaxError in line {error.lineno}: {error.msg}"
+    return shortened("".join(traceback.format_exception_only(error)).strip(), 300)
 
 
-def without_magics(source: str) -> str:
-    """IPython's %magics and !commands are no Python: their lines become comments, where that makes it Python."""
-    try:
-        ast.parse(source)
-    except SyntaxError:
-        return re.sub(r"^(\s*)([%!?].*)$", r"\1pass  # \2", source, flags=re.MULTILINE)
-    return source
-
-
-def find_answer(task: Task, submission: Submission, answers: Answers) -> tuple[Any, str]:
-    """The learner's function or class for a task and "", or None and why there is none."""
+def find_answer(task: Task, submission: Submission, answers: Answers) -> tuple[Any, str, bool]:
+    """The learner's function or class for a task and "", or None and why there is none; and whether one was tried."""
     written = re.compile(rf"^\s*(?:def|class)\s+{task.answer}\b", flags=re.MULTILINE)
     own = [i for i, cell in enumerate(submission.cells) if cell.grade_id == task.name or written.search(cell.source)]
     for i in own:
         if i in answers.failed:
-            return None, f"The cell that should define {task.answer} (cell {i + 1}) failed: {answers.failed[i]}."
+            return None, f"The cell that should define {task.answer} (cell {i + 1}) failed: {answers.failed[i]}.", True
     if task.answer in answers.namespace:
-        untouched = any(submission.cells[i].untouched for i in own)
-        return answers.namespace[task.answer], "Not answered: the cell is as it was handed out." if untouched else ""
+        if any(submission.cells[i].untouched for i in own):
+            return None, "Not answered: the cell is as it was handed out.", False
+        return answers.namespace[task.answer], "", True
     for i in own:
         if submission.cells[i].kind != "code":
             kind = submission.cells[i].kind.capitalize()
-            return None, f"Cell {i + 1}, with {task.answer}, has become a {kind} cell: turn it back into a Code cell."
+            why = f"Cell {i + 1}, with {task.answer}, has become a {kind} cell: turn it back into a Code cell."
+            return None, why, True
     if own:
-        return None, f"Cell {own[0] + 1} no longer defines {task.answer}: was it renamed?"
-    return None, f"No cell defines {task.answer}: was its cell deleted? Copy it from the exercise again."
+        return None, f"Cell {own[0] + 1} no longer defines {task.answer}: was it renamed?", True
+    return None, f"No cell defines {task.answer}: was its cell deleted? Copy it from the exercise again.", False

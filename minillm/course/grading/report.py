@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import html
 import json
+import os
 import urllib.parse
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,8 +16,10 @@ from minillm.course.grading.checks import Outcome
 from minillm.course.grading.classroom import Learner
 from minillm.course.grading.exercises import find, load_all
 from minillm.course.grading.tasks import Exercise
+from minillm.course.grading.text import printable
 
 MARK = {True: ("ok", "passes"), False: ("no", "fails"), None: ("wait", "waits for the first check")}
+MAX_NAME = 200  # bytes; file systems allow 255
 COLUMNS = {"exercise": "exercise", "points": "points", "out_of": "of", "percent": "%"}
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
@@ -72,22 +77,29 @@ def write(learners: Sequence[Learner], folder: Path) -> Path:
     write_csv(learners, folder / "report.csv")
     (folder / "report.json").write_text(json.dumps(to_json(learners), indent=1) + "\n", encoding="utf-8")
     for learner in learners:
-        (folder / "learners" / f"{learner.name}.html").write_text(learner_page(learner), encoding="utf-8")
+        (folder / "learners" / page_name(learner)).write_text(learner_page(learner), encoding="utf-8")
     (folder / "index.html").write_text(class_page(learners), encoding="utf-8")
     return folder / "index.html"
 
 
+def page_name(learner: Learner) -> str:
+    """The file of a learner's page: the folder's name, shortened where a longer one is not allowed."""
+    name = os.fsencode(learner.name)
+    short = f"{learner.name[:40]}-{hashlib.sha256(name).hexdigest()[:12]}"
+    return f"{learner.name if len(name) <= MAX_NAME else short}.html"
+
+
 def write_csv(learners: Sequence[Learner], path: Path) -> None:
-    """A row per learner: percent of each exercise, and of all points."""
+    """A row per learner: percent of each exercise, and of all points. Its first bytes say UTF-8 to a spreadsheet."""
     names = [exercise.name for exercise in graded(learners)]
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
         writer = csv.writer(file)
         writer.writerow(["learner", *names, "total"])
         for learner in learners:
             # a spreadsheet takes a cell that begins with one of these for a formula
-            name = f"'{learner.name}" if learner.name.startswith(("=", "+", "-", "@")) else learner.name
+            name = f"'{learner.name}" if learner.name.startswith(("=", "+", "-", "@", "\t")) else learner.name
             each = [f"{percent(learner.marks[n].points, learner.marks[n].out_of):.0f}" for n in names]
-            writer.writerow([name, *each, f"{percent(learner.points, learner.out_of):.0f}"])
+            writer.writerow([printable(name), *each, f"{percent(learner.points, learner.out_of):.0f}"])
 
 
 def graded(learners: Sequence[Learner]) -> list[Exercise]:
@@ -101,7 +113,7 @@ def graded(learners: Sequence[Learner]) -> list[Exercise]:
 def page(title: str, *parts: str) -> str:
     """A whole HTML page of these parts."""
     title = html.escape(title)
-    return (
+    return printable(
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f"<style>{STYLE}</style></head>\n<body><h1>{title}</h1>\n" + "\n".join(parts) + "\n</body></html>\n"
     )
@@ -126,7 +138,7 @@ def class_page(learners: Sequence[Learner]) -> str:
     exercises = graded(learners)
     body = []
     for learner in learners:
-        link = f"learners/{urllib.parse.quote(learner.name)}.html"
+        link = f"learners/{urllib.parse.quote(os.fsencode(page_name(learner)))}"
         cells = [f'<th scope="row"><a href="{link}">{html.escape(learner.name)}</a></th>']
         for exercise in exercises:
             marks = learner.marks[exercise.name]
@@ -138,21 +150,36 @@ def class_page(learners: Sequence[Learner]) -> str:
 
 
 def stuck(learners: Sequence[Learner], most: int = 15) -> str:
-    """The checks that most learners fail first: what to talk about next time."""
-    failing: dict[tuple[str, str, str], int] = {}
+    """The checks that most of those who answered fail first: what to talk about next time. Then what was not answered.
+
+    A learner without the notebook counts in neither table.
+    """
+    answered, failing, unanswered, handed_in = Counter(), Counter(), Counter(), Counter()
     for learner in learners:
-        for name in learner.marks.keys() & learner.notebooks.keys():  # who handed nothing in is not stuck there
+        for name in learner.marks.keys() & learner.notebooks.keys():
             for task, outcomes in learner.marks[name].outcomes.items():
                 first = next((outcome for outcome in outcomes if outcome.passed is False), None)
-                if first is not None:
-                    key = (name, task, first.check)
-                    failing[key] = failing.get(key, 0) + 1
+                tried = all(outcome.answered for outcome in outcomes)
+                handed_in[name, task] += 1
+                (answered if tried else unanswered)[name, task] += 1
+                if first and tried:
+                    failing[name, task, first.check] += 1
     worst = sorted(failing.items(), key=lambda item: (-item[1], item[0]))[:most]
-    body = [
-        f'<tr><td class="number">{number}</td>' + "".join(f"<td>{html.escape(part)}</td>" for part in key) + "</tr>"
-        for key, number in worst
-    ]
-    return "<h2>Where the class is stuck</h2>" + table(["learners", "exercise", "task", "first check to fail"], body)
+    left = sorted(unanswered.items(), key=lambda item: (-item[1], item[0]))[:most]
+    return (
+        "<h2>Where the class is stuck</h2>"
+        + table(["of those who answered", "exercise", "task", "first check to fail"],
+                [counted(number, answered[key[:2]], key) for key, number in worst])
+        + "<h2>Not answered</h2>"
+        + table(["of those who handed it in", "exercise", "task"],
+                [counted(number, handed_in[key], key) for key, number in left])
+    )
+
+
+def counted(number: int, of: int, key: Sequence[str]) -> str:
+    """A table's row: how many of how many, and of what."""
+    parts = "".join(f"<td>{html.escape(part)}</td>" for part in key)
+    return f'<tr><td class="number">{number} of {of}</td>{parts}</tr>'
 
 
 def learner_page(learner: Learner) -> str:

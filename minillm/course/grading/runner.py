@@ -14,6 +14,7 @@ container without network that holds the submissions and nothing else; exercises
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import math
@@ -40,6 +41,8 @@ from minillm.course.grading.tasks import Task
 
 MAX_PRINTED = 1_000_000  # characters
 MAX_RESTARTS = 3
+SHELL = "minillm.course.grading.shell"
+PACKAGE_PARENT = str(Path(checks.PACKAGE).parent)
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TMPDIR", "SYSTEMROOT", "LD_LIBRARY_PATH")
 
 
@@ -91,13 +94,13 @@ def plain(outcome: Outcome) -> dict[str, Any]:
 def nothing(exercise: str, why: str) -> Marks:
     """The marks of an exercise that could not be looked at."""
     tasks = find(exercise).tasks
-    return Marks(exercise, {task.name: refused(task, why) for task in tasks}, [why])
+    return Marks(exercise, {task.name: refused(task, why, answered=False) for task in tasks}, [why])
 
 
-def refused(task: Task, why: str) -> list[Outcome]:
+def refused(task: Task, why: str, answered: bool = True) -> list[Outcome]:
     """No points for a task, and the reason beside its first check."""
     first, *rest = task.checks
-    return [Outcome(first.name, False, why), *(Outcome(check.name, None) for check in rest)]
+    return [Outcome(first.name, False, why, answered=answered), *(Outcome(check.name, None) for check in rest)]
 
 
 # -- the parent -----------------------------------------------------------------------------------
@@ -186,15 +189,39 @@ _starting = threading.Lock()
 
 
 def process_context():
-    """How processes are made: forked from a server that has torch imported, where the system can fork."""
+    """How processes are made: forked from a server that has torch imported, where the system can fork.
+
+    Raises ModuleNotFoundError where there is no IPython to run a notebook's cells in.
+    """
     with _starting:
+        importlib.import_module(SHELL)
         if "forkserver" not in multiprocessing.get_all_start_methods():
             return multiprocessing.get_context("spawn")
         context = multiprocessing.get_context("forkserver")
         load_all()
         checks_of_all = [name for name in sys.modules if name.startswith("minillm.course.grading.exercises.")]
-        context.set_forkserver_preload([__name__, *checks_of_all])
+        context.set_forkserver_preload([__name__, SHELL, *checks_of_all])
+        from multiprocessing import forkserver  # not on Windows
+
+        with this_package_first():
+            forkserver.ensure_running()
         return context
+
+
+@contextlib.contextmanager
+def this_package_first() -> Iterator[None]:
+    """A Python that starts meanwhile imports this package: no folder of its name where the grader was called."""
+    path = os.pathsep.join(filter(None, (PACKAGE_PARENT, os.environ.get("PYTHONPATH"))))
+    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    os.environ.update(PYTHONPATH=path, PYTHONSAFEPATH="1")
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 # -- the child ------------------------------------------------------------------------------------
@@ -239,9 +266,9 @@ def child(sender, path: str, exercise: str, skip_cells: dict[int, str], done: li
 
 def grade_task(task: Task, submission: Submission, answers: Answers, limits: Limits) -> Iterator[Outcome]:
     """The outcomes of a task's checks on its answer, or why there is no answer."""
-    answer, why = find_answer(task, submission, answers)
+    answer, why, tried = find_answer(task, submission, answers)
     if why:
-        yield from refused(task, why)
+        yield from refused(task, why, tried)
     else:
         yield from run_task(task, answer, limits.step_seconds)
 
@@ -250,7 +277,10 @@ def isolate(folder: Path, limits: Limits) -> None:
     """Leave what belongs to the person who grades: terminal, environment, folder; and take the limits on."""
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     os.environ.clear()
-    os.environ.update(kept, HOME=str(folder), MPLBACKEND="Agg", TQDM_DISABLE="1", CUDA_VISIBLE_DEVICES="")
+    os.environ.update(kept, HOME=str(folder), USERPROFILE=str(folder), IPYTHONDIR=str(folder / ".ipython"),
+                      MPLBACKEND="Agg", TQDM_DISABLE="1", CUDA_VISIBLE_DEVICES="")
+    elsewhere = (os.getcwd(), "") if os.getcwd() != PACKAGE_PARENT else ("",)
+    sys.path[:] = ["", *(place for place in sys.path if place not in elsewhere)]  # as in Jupyter: the notebook's own
     os.chdir(folder)
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):

@@ -16,12 +16,15 @@ docstring says what a right answer does, and is its line in the table:
         expect(pool.take(4) is None and len(pool.take(3)) == 3, "3 blocks: take(4), then take(3)")
 
 `expect` is told what was asked, never what would have been right: no message holds an
-expected value. The truth comes from another code path than the solution's: brute force,
-fp64, plain Python, or the package's own module. To write an exercise, see exercises/README.md.
+expected value. What a message says must be true of the answer: where a check can fail for
+several reasons, `expect` takes the reason as its third argument. The truth comes from another
+code path than the solution's: brute force, fp64, plain Python, or the package's own module. To
+write an exercise, see exercises/README.md.
 '''
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,7 +34,14 @@ import torch
 
 
 class Wrong(AssertionError):
-    """An expectation that did not hold; the message says what was asked."""
+    """An expectation that did not hold; the message says what was asked.
+
+    mistake: what probably went wrong, where that is not what the check usually finds.
+    """
+
+    def __init__(self, asked: str, mistake: str = "") -> None:
+        super().__init__(asked)
+        self.mistake = mistake
 
 
 @dataclass(frozen=True)
@@ -90,10 +100,29 @@ class Exercise:
         return f"About {self.minutes} minutes · {self.level} · belongs after {chapter}"
 
 
-def expect(condition: bool, asked: str) -> None:
-    """Raise Wrong unless `condition`. `asked` says on which input, and never what would have been right."""
+def expect(condition: bool, asked: str, mistake: str = "") -> None:
+    """Raise Wrong unless `condition`. `asked` says on which input, and never what would have been right.
+
+    mistake: said in place of the check's own sentence, where that would not be true of this answer.
+    """
     if not condition:
-        raise Wrong(asked)
+        raise Wrong(asked, mistake)
+
+
+def leaves_alone(answer: Callable, *given: Any, asked: str) -> None:
+    """Expect that a call changes nothing of what it is given: lists, tensors, or lists of them."""
+    before = copy.deepcopy(given)
+    answer(*given)
+    expect(same(given, before), f"{asked}, looked at after the call")
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are equal, tensors among them too."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
 
 
 margins: list[float] = []  # errors in tolerances that `close` has seen in the check that runs

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from minillm.course.ledger import LEDGER, Claim, Finding, find_all, judged
 from minillm.course.show.tables import filled, text_table
-from minillm.course.verdicts import NOT_MEASURED, Missing, Rows
+from minillm.course.verdicts import NOT_MEASURED, TOO_SMALL, Rows
 from minillm.measure.measurement import EXACT, MEASUREMENTS, SEE_ROWS, VIRTUAL, Measurement
 
 
@@ -56,6 +56,8 @@ def ledger(here: Mapping[str, Rows | Measurement | None], root: Path = MEASUREME
             lines.append(f"    here: {verdict_on(claim, rows)}")
         recorded_runs = find_all(root, (claim,))
         lines += [f"    {where(finding)}: {finding.verdict}: {finding.measured}" for finding in recorded_runs]
+        if rows is not None:
+            lines += difference(verdict_on(claim, rows).partition(":")[0], recorded_runs)
         if not {finding.kind for finding in recorded_runs} & {"GPU", VIRTUAL, EXACT}:
             no_gpu.append(claim.id)
     if no_gpu:
@@ -69,11 +71,17 @@ def verdict_on(claim: Claim, rows: Rows | Measurement) -> str:
         if rows.disturbed:
             return f"{NOT_MEASURED}: {rows.disturbed}; run the page again when it is not"
         rows = rows.rows
-    try:
-        verdict = judged(claim, rows)
-    except Missing as missing:
-        return f"{NOT_MEASURED}: {missing}"
+    verdict = judged(claim, rows)
     return f"{verdict.word}: {verdict.measured}"
+
+
+def difference(word: str, findings: Sequence[Finding]) -> list[str]:
+    """A line on why the page's word differs from those of recorded runs; none where it does not."""
+    words = {finding.verdict for finding in findings if finding.kind in ("GPU", "CPU")} - {NOT_MEASURED}
+    if word in (*words, NOT_MEASURED, TOO_SMALL) or not words:
+        return []
+    why = "the page's run is smaller, and on this device. `minillm measure` asks it at full size."
+    return [f"    page and record differ: {why}"]
 
 
 def where(finding: Finding) -> str:

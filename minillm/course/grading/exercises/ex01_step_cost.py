@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from minillm.course.grading.tasks import Exercise, Task, expect
+from minillm.course.grading.tasks import Exercise, Task, expect, leaves_alone
 from minillm.ladder.quantized import kv_bytes_per_token as packages_kv_bytes
 from minillm.load.config import ModelConfig
 from minillm.load.weights import tensor_shapes
@@ -158,7 +158,7 @@ def weights_once(decode_bytes):
     """The weights are read once, whatever the batch."""
     for batch in (2, 9):
         contexts = [30] * batch
-        grown = decode_bytes(5_000_000, 768, contexts) - decode_bytes(1_000_000, 768, contexts)
+        grown = decode_bytes(5_000_000, 768, list(contexts)) - decode_bytes(1_000_000, 768, list(contexts))
         expect(grown == 4_000_000, f"a batch of {batch}, with 5 and with 1 MB of weights: the difference")
 
 
@@ -170,7 +170,16 @@ def own_lengths(decode_bytes):
     """Each request brings its own length."""
     per_token = packages_kv_bytes(WIDE, "fp32")
     for contexts in ([3, 900], [900, 3], [17, 4, 256, 1]):
-        expect(decode_bytes(777, per_token, contexts) == least_bytes(777, contexts), f"contexts {contexts}")
+        expect(decode_bytes(777, per_token, list(contexts)) == least_bytes(777, contexts), f"contexts {contexts}")
+
+
+@moved.check(
+    mistake="The list was changed (by pop, remove or sort): the server goes on with it at the next step.",
+    look="'The bytes of a step'",
+)
+def contexts_stay(decode_bytes):
+    """The list of contexts stays as it was."""
+    leaves_alone(decode_bytes, 777, 96, [17, 4, 256, 1], asked="contexts [17, 4, 256, 1]")
 
 
 flops = Task(
@@ -225,7 +234,16 @@ def mixed_contexts(decode_flops):
     """Contexts of different lengths add up."""
     weights = sum(matrices(WIDE).values())
     for contexts in ([5], [1, 400], [400, 1], [7, 7, 90]):
-        expect(decode_flops(weights, WIDE, contexts) == counted(WIDE, contexts), f"contexts {contexts}")
+        expect(decode_flops(weights, WIDE, list(contexts)) == counted(WIDE, contexts), f"contexts {contexts}")
+
+
+@flops.check(
+    mistake="The list was changed (by pop, remove or sort): the server goes on with it at the next step.",
+    look="'The bytes of a step'",
+)
+def same_contexts(decode_flops):
+    """The list of contexts stays as it was."""
+    leaves_alone(decode_flops, 1_000, WIDE, [17, 4, 256, 1], asked="contexts [17, 4, 256, 1]")
 
 
 fit = Task(
@@ -256,18 +274,27 @@ def capacity_sum(requests_that_fit):
 )
 def decimal_gigabytes(requests_that_fit):
     """A GB is 10⁹ bytes."""
-    expect(requests_that_fit(11, 0, 1, 1000, 1000) == 10**10 // 10**6, "11 GB, 1 GB overhead, a request takes 1 MB")
+    got = requests_that_fit(11, 0, 1, 1000, 1000)
+    expect(abs(got - 10_000) < 100, "11 GB, 1 GB overhead, a request takes 1 MB: right to 1 %?")
+
+
+FRACTION = "A fraction of a request came back: what does not fit whole does not fit."
+NO_INT = "The number is right, but it is a float, such as 3.0, which // makes of floats: make it an int."
+TOO_FEW = "Where the requests fill the memory to the last byte, the last of them was left out."
 
 
 @fit.check(
-    mistake="The result is rounded to the nearest, or up, or is no whole number; what does not fit whole does not fit.",
+    mistake="The result is rounded to the nearest, or up; what does not fit whole does not fit.",
     look="'The capacity sum'",
 )
 def rounds_down(requests_that_fit):
-    """Half a request does not run."""
+    """Half a request does not run, and the number is an int."""
     for spare in (1, 500_000, 999_999):
-        got = requests_that_fit((3 * 10**6 + spare) / 10**9 + 5, 4, 1, 1000, 1000)
-        expect(got == 3 and isinstance(got, int), f"room for 3 requests of 1 MB and {spare:,} bytes more")
+        got, asked = requests_that_fit((3 * 10**6 + spare) / 10**9 + 5, 4, 1, 1000, 1000), f"{spare:,} bytes more"
+        expect(got == int(got), f"room for 3 requests of 1 MB and {asked}", FRACTION)
+        expect(got == 3, f"room for 3 requests of 1 MB and {asked}")
+        expect(isinstance(got, int), f"room for 3 requests of 1 MB and {asked}", NO_INT)
+    expect(requests_that_fit(11, 0, 1, 1000, 1000) == 10_000, "11 GB, 1 GB overhead, a request takes 1 MB", TOO_FEW)
 
 
 @fit.check(

@@ -35,10 +35,10 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor) -> list:
     return rows
 
 
-def tokens(n: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Random queries [n, 4, 6], keys and values [n, 2, 6]."""
+def tokens(n: int, seed: int, heads: int = 4, head_dim: int = 6) -> tuple[Tensor, Tensor, Tensor]:
+    """Random queries [n, heads, head_dim], keys and values [n, 2, head_dim]."""
     draw = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(n, heads, 6, generator=draw) for heads in (4, 2, 2))
+    return tuple(torch.randn(n, number, head_dim, generator=draw) for number in (heads, 2, 2))
 
 
 def agrees(got: Tensor, q: Tensor, *parts: tuple[Tensor, Tensor]) -> bool:
@@ -126,6 +126,18 @@ def layers_are_apart(KVCache):
     expect(agrees(cache.attend(1, *other), other[0], other[1:]), "2 tokens in layer 0, then 2 in layer 1")
     q, k, v = tokens(1, seed=8)
     expect(agrees(cache.attend(0, q, k, v), q, first[1:], (k, v)), "layer 0, layer 1, then layer 0 again")
+
+
+@kv_cache.check(
+    mistake="A model's number of layers, or the size of its heads, is written into the code: store what comes.",
+    look="'Storing'",
+)
+def any_model(KVCache):
+    """It works for models with any number of layers and heads."""
+    cache, (q, k, v), (q2, k2, v2) = KVCache(), tokens(4, 11, heads=8, head_dim=12), tokens(1, 12, 8, 12)
+    cache.attend(79, q, k, v)
+    got = cache.attend(79, q2, k2, v2)
+    expect(agrees(got, q2, (k, v), (k2, v2)), "4 tokens, then 1, in layer 79, 8 query heads of 12")
 
 
 class Strong(RandomTensors):
@@ -237,6 +249,9 @@ def exact_count(decode):
         expect(len(spy.fed) == number, f"max_tokens={number}: how many forward passes")
 
 
+FED = "The stop token was fed, although what follows it is not needed: look for it before the next forward pass."
+
+
 @cached_decode.check(
     mistake="The answer goes on behind a stop token, or leaves it out, or stops at one that stands in the prompt.",
     look="'When it ends'",
@@ -248,7 +263,9 @@ def stops(decode):
         ((whole[0],), "the answer's first token"), ((whole[3], 96), "the fourth, among two ids"),
         ({PROMPT[-1]}, "a token of the prompt"),
     ):
-        expect(run(decode, PROMPT, 8, stop_ids)[0] == recomputed(PROMPT, 8, stop_ids), f"max_tokens=8, stop at {name}")
+        answer, spy = run(decode, PROMPT, 8, stop_ids)
+        expect(answer == recomputed(PROMPT, 8, stop_ids), f"max_tokens=8, stop at {name}")
+        expect(len(spy.fed) == len(answer), f"max_tokens=8, stop at {name}: how many forward passes", FED)
 
 
 @cached_decode.check(

@@ -6,7 +6,7 @@ import random
 from functools import cache
 
 from minillm.course.experiments.common import count
-from minillm.course.grading.tasks import Exercise, Task, expect
+from minillm.course.grading.tasks import Exercise, Task, expect, leaves_alone
 from minillm.ladder.records import StepRecord
 from minillm.load.config import ModelConfig
 from minillm.measure.workload import WorkItem
@@ -24,6 +24,9 @@ def engines_steps(lengths: tuple[int, ...], batch: int) -> list[StepRecord]:
 def members(step: StepRecord) -> list[int]:
     """Who has a row, as numbers: the engine calls its requests request-0, request-1 and so on."""
     return [int(name.removeprefix("request-")) for name in step.members]
+
+
+CHANGED = "The caller's list was changed (by pop, del or sort): work on a copy."
 
 
 def draws(seed: int, number: int = 6) -> list[tuple[list[int], int]]:
@@ -112,7 +115,7 @@ def small_last_batch(run_static):
 
 
 @static.check(
-    mistake="On some lengths the steps are not those of the package's own engine; or the caller's list was changed.",
+    mistake="On some lengths the steps are not those of the package's own engine: are rows in order of their numbers?",
     look="'The steps of static batches'",
 )
 def any_lengths(run_static):
@@ -120,7 +123,7 @@ def any_lengths(run_static):
     for lengths, batch in draws(seed=3):
         given = list(lengths)
         steps, truth = run_static(given, batch), engines_steps(tuple(lengths), batch)
-        expect(given == lengths, f"{shown(lengths, batch)}: the list after the call")
+        expect(given == lengths, f"{shown(lengths, batch)}: the list after the call", CHANGED)
         expect([[row[0] for row in step] for step in steps] == [members(step) for step in truth],
                f"{shown(lengths, batch)}: who is in each step, in order")
         expect([sum(bool(row[1]) for row in step) for step in steps] == [step.idle_rows for step in truth],
@@ -179,7 +182,7 @@ returned = Task(
 
 def left_after(lengths: list[int], batch: int) -> list[int]:
     """The last step, counted from 1, in which the engine carries each request."""
-    steps = engines_steps(tuple(lengths), batch)
+    steps = engines_steps(tuple(lengths), batch) if lengths else []
     return [max(i for i, step in enumerate(steps, 1) if request in members(step)) for request in range(len(lengths))]
 
 
@@ -210,10 +213,16 @@ def waits_for_batches_before(returned_after):
 )
 def one_for_each(returned_after):
     """Every request has an answer."""
-    for lengths, batch in [([2, 4, 3, 1, 6], 2), *draws(seed=4)]:
+    for lengths, batch in [([2, 4, 3, 1, 6], 2), *draws(seed=4), ([], 3)]:
         got = list(returned_after(list(lengths), batch))
         expect(len(got) == len(lengths), f"{shown(lengths, batch)}: how many numbers")
-        expect(got == left_after(lengths, batch), shown(lengths, batch))
+        expect(got == left_after(lengths, batch), shown(lengths, batch), "On some lengths the numbers are not right.")
+
+
+@returned.check(mistake=CHANGED, look="'When the answer comes back'")
+def list_stays(returned_after):
+    """The list of lengths stays as it was."""
+    leaves_alone(returned_after, [2, 4, 3, 1, 6], 2, asked=shown([2, 4, 3, 1, 6], 2))
 
 
 EXERCISE = Exercise(

@@ -202,6 +202,19 @@ def leaves_at_once(Scheduler):
 
 
 @scheduler_task.check(
+    mistake="Of two that finish in the same step one keeps its row: a loop over a list that it takes things out of "
+    "skips the next one.",
+    look="'Leaving'",
+)
+def all_leave(Scheduler):
+    """Several may finish in the same step."""
+    scheduler = filled(Scheduler, 3, 16)
+    scheduler.running = [Request(name, 2, most, num_kv=2, output=[7]) for name, most in (("a", 2), ("b", 2), ("c", 9))]
+    step(scheduler)
+    expect([r.id for r in scheduler.running] == ["c"], "a, b and c decode, a and b for the last time: who runs then")
+
+
+@scheduler_task.check(
     mistake="Budget is left over although prompts wait for it: chunks may be small, and several may share a step.",
     look="'Chunks' and 'Joining'",
 )

@@ -14,7 +14,8 @@ pool = Task(
         "Keep the numbers of the free blocks in a list. Everything else follows from who moves numbers in and out.",
         "blocks_for rounds up: 5 tokens in blocks of 4 need 2. take looks at how many are free before it moves any.",
         "blocks_for: -(-num_tokens // block_size). take: if number > len(free), return None; else cut that many off "
-        "the list. release: refuse a block that is already free, then put each one back.",
+        "the list. release: first look at every block, and refuse one that is free or stands there twice; then put "
+        "them back.",
     ),
 )
 
@@ -67,6 +68,17 @@ def hands_out_the_last(BlockPool):
 
 
 @pool.check(
+    mistake="take(0) was refused because nothing is free: it asks for nothing, so it gets an empty list.",
+    look="'All or nothing'",
+)
+def takes_none(BlockPool):
+    """Taking no block is never refused."""
+    pool = BlockPool(2, 4)
+    pool.take(2)
+    expect(pool.take(0) == [], "2 blocks: take(2), then take(0)")
+
+
+@pool.check(
     mistake="Blocks were taken one by one before it was known that there are too few, and they are lost now.",
     look="'All or nothing'",
 )
@@ -92,6 +104,19 @@ def released_blocks_return(BlockPool):
         pool.release(list(blocks))
 
 
+NEVER_TAKEN = "A block that was never taken is free: to release it must be refused too."
+ONE_OF_MANY = "A free block was accepted because it stands in a list with others: each of the list must be looked at."
+
+
+def refuses(pool, blocks: list[int]) -> bool:
+    """Whether a pool raises ValueError for the release of these blocks."""
+    try:
+        pool.release(list(blocks))
+    except ValueError:
+        return True
+    return False
+
+
 @pool.check(
     mistake="A second release of the same block is accepted, so that two requests will be given it.",
     look="'Giving back'",
@@ -101,12 +126,53 @@ def double_release(BlockPool):
     pool = BlockPool(4, 4)
     blocks = pool.take(2)
     pool.release(blocks[:1])
-    try:
-        pool.release(blocks[:1])
-    except ValueError:
-        expect(len(pool.take(3) or []) == 3, "4 blocks: take(2), one of them released twice, then take(3)")
-        return
-    expect(False, "4 blocks: take(2), one of them released twice")
+    expect(refuses(pool, blocks[:1]), "4 blocks: take(2), one of them released twice")
+    expect(len(pool.take(3) or []) == 3, "4 blocks: take(2), one of them released twice, then take(3)")
+    expect(refuses(BlockPool(2, 4), [0]), "a new pool: the release of a block that was not taken", NEVER_TAKEN)
+
+
+@pool.check(
+    mistake="Of a list with a free block in it, others were freed before it was refused: look at all of them first.",
+    look="'Giving back'",
+)
+def refused_release(BlockPool):
+    """A refused release changes nothing."""
+    for order in (1, -1):
+        pool = BlockPool(4, 4)
+        one, other, free = pool.take(3)
+        pool.release([free])
+        expect(refuses(pool, [one, other, free][::order]), "take(3), one released; then all three", ONE_OF_MANY)
+        rest = pool.take(2)
+        expect(pool.take(1) is None and not {one, other} & set(rest or [one]),
+               "4 blocks: take(3), one released; all three released, which must be refused; then take(2), take(1)")
+
+
+@pool.check(
+    mistake="A block that stands twice in one call is freed twice, so that two requests will be given it: after its "
+    "first place it is free already.",
+    look="'Giving back'",
+)
+def twice_in_a_call(BlockPool):
+    """A block that stands twice in one release is refused."""
+    pool = BlockPool(3, 4)
+    one, other = pool.take(2)
+    expect(refuses(pool, [one, other, one]), "3 blocks: take(2), then one of them twice in one release")
+    expect(pool.take(2) is None, "3 blocks: take(2), one of them twice in one release, then take(2)",
+           "The release was refused, but something was freed before: look at all of the list first.")
+
+
+@pool.check(
+    mistake="The pool keeps, or empties, a list that belongs to the caller: take numbers from it, and leave it alone.",
+    look="'Giving back'",
+)
+def lists_are_the_callers(BlockPool):
+    """A list that was handed over stays the caller's."""
+    pool = BlockPool(3, 4)
+    blocks = pool.take(3)
+    pool.release(blocks)
+    expect(len(blocks) == 3, "3 blocks: take(3), release them: the list after the call")
+    blocks.clear()
+    expect(len(pool.take(3) or []) == 3, "3 blocks: take(3), release them, the caller clears the list, then take(3)")
 
 
 table = Task(
@@ -129,8 +195,10 @@ def first_blocks(BlockTable):
     """Takes the blocks for its first tokens."""
     pool = paged.BlockPool(8, 4)
     table = BlockTable(pool)
-    expect(table.grow(6) is True, "an empty table, 8 free blocks of 4: does grow(6) return True?")
+    grown = table.grow(6)
     expect(len(table.blocks) == 2 and pool.num_live == 2, "an empty table, blocks of 4: grow(6)")
+    expect(grown is True, "an empty table, 8 free blocks of 4: what grow(6) returns",
+           "The blocks were taken, but grow did not return True.")
 
 
 @table.check(
@@ -148,6 +216,18 @@ def keeps_its_blocks(BlockTable):
 
 
 @table.check(
+    mistake="Nothing was missing, and grow did not return True: needing no further block is not a refusal.",
+    look="'Growing'",
+)
+def nothing_missing(BlockTable):
+    """Says True where nothing is missing."""
+    table = BlockTable(paged.BlockPool(8, 4))
+    for tokens in (0, 5, 6, 7, 7):
+        grown = table.grow(tokens)
+        expect(grown is True, f"8 blocks of 4: grow(0), grow(5), grow(6), grow(7), twice: what grow({tokens}) returns")
+
+
+@table.check(
     mistake="The new block comes one token early or late: at a full block, one more token needs one more block.",
     look="'Growing'",
 )
@@ -157,9 +237,9 @@ def edge_of_a_block(BlockTable):
         pool = paged.BlockPool(12, size)
         table = BlockTable(pool)
         for tokens in range(1, 3 * size + 2):
-            grown = table.grow(tokens)
+            table.grow(tokens)
             held = len({token // size for token in range(tokens)})
-            expect(grown is True and len(table.blocks) == held, f"blocks of {size}, growing token by token to {tokens}")
+            expect(len(table.blocks) == held, f"blocks of {size}, growing token by token to {tokens}")
 
 
 @table.check(

@@ -78,6 +78,17 @@ def refused_take(SharingPool):
 
 
 @task.check(
+    mistake="take(0) was refused because nothing can be taken: it asks for nothing, so it gets an empty list.",
+    look="'Taking'",
+)
+def takes_none(SharingPool):
+    """Taking no block is never refused."""
+    pool = SharingPool(2, SIZE)
+    table = list(pool.take(2))
+    expect(pool.take(0) == [] and sound(pool, [table]), "2 blocks: take(2), then take(0)")
+
+
+@task.check(
     mistake="Blocks without an entry in the index belong to free, and their references go back to 0.",
     look="'Releasing'",
 )
@@ -252,6 +263,23 @@ def oldest_first(SharingPool):
 
 
 @task.check(
+    mistake="match changes something: above all it must not renew a cached block, since a request that only asks, and "
+    "then waits, has not used it.",
+    look="'Matching'",
+)
+def match_only_looks(SharingPool):
+    """A match alone leaves the order of the cached blocks as it was."""
+    pool = SharingPool(2, SIZE)
+    for start in (10, 20):
+        table = list(pool.take(1))
+        pool.enter(list(range(start, start + 4)), list(table))
+        pool.release(list(table))
+    pool.match([10, 11, 12, 13, 0])
+    pool.take(1)
+    expect(not pool.match([10, 11, 12, 13, 0]), "two prefixes, the older one matched: take(1), then which is left")
+
+
+@task.check(
     mistake="A block without references is released once more, and will be given to two requests.",
     look="'Releasing'",
 )
@@ -260,12 +288,55 @@ def double_release(SharingPool):
     pool = SharingPool(3, SIZE)
     table = list(pool.take(1))
     pool.release(list(table))
+    expect(refuses(pool, table), "take(1), release, release")
+    expect(sound(pool, []), "take(1), release, release: the books")
+    expect(refuses(pool, pool.take(1) * 2), "take(1), then its block twice in one release",
+           "A block stands twice in one release and is held once: after its first place it is not held.")
+
+
+@task.check(
+    mistake="A release that is refused has released some of its blocks before: look at all of them first.",
+    look="'Releasing'",
+)
+def refused_release(SharingPool):
+    """A refused release changes nothing."""
+    for order in (1, -1):
+        pool = SharingPool(4, SIZE)
+        table = list(pool.take(2))
+        expect(refuses(pool, [*table, 3, 0][::order]) and sound(pool, [table]),
+               "4 blocks: take(2), then all of the pool in one release: the books")
+        expect(refuses(pool, [*table, *table[:1]][::order]) and sound(pool, [table]),
+               "4 blocks: take(2), then both, and one of them again, in one release: the books")
+    shared = [*table, *table]
+    pool.share(list(table))
+    pool.release(shared)
+    expect(sound(pool, []), "two blocks with two references each, all released in one call",
+           "A block may stand as often in a release as it is held.")
+
+
+@task.check(
+    mistake="A list of blocks or tokens was changed, by pop or reverse: a request goes on with its table.",
+    look="'The methods'",
+)
+def lists_stay(SharingPool):
+    """Lists that are handed over stay as they were."""
+    pool = SharingPool(6, SIZE)
+    table, tokens = list(pool.take(2)), list(A)
+    before = list(table)
+    pool.enter(tokens, table)
+    pool.match(tokens)
+    pool.share(table)
+    pool.release(table)
+    expect(table == before and tokens == A, "enter, match, share and release of 8 tokens in two blocks: the lists")
+
+
+def refuses(pool, blocks: list[int]) -> bool:
+    """Whether a pool raises ValueError for the release of these blocks."""
     try:
-        pool.release(list(table))
+        pool.release(list(blocks))
     except ValueError:
-        expect(sound(pool, []), "take(1), release, release: the books")
-        return
-    expect(False, "take(1), release, release")
+        return True
+    return False
 
 
 @task.check(

@@ -109,6 +109,19 @@ def other_sizes(answer):
     expect(close(answer(store, [2, 1], 3), rows, 1e-6), "3 tokens, table [2, 1], blocks of 2, 5 heads")
 
 
+@gather.check(
+    mistake="The entries were copied into a tensor of another dtype: a store in 8 or 16 bits is read as it is.",
+    look="'The text in one run'",
+)
+def own_dtype(answer):
+    """What is gathered has the store's dtype, and the store stays as it was."""
+    store = torch.arange(48).view(4, 3, 2, 2).to(torch.int8)
+    before = store.clone()
+    got = answer(store, [2, 0], 5)
+    expect(got.dtype == torch.int8, "5 tokens of a store of int8: the dtype")
+    expect(torch.equal(store, before), "5 tokens of a store of int8: the store afterwards", "The store was changed.")
+
+
 # -- attention ------------------------------------------------------------------------------------
 
 
@@ -223,6 +236,18 @@ def causal(answer):
     """A new token sees itself and nothing behind it."""
     keys, values = pool(6)
     expect(agrees(answer, queries(6, new=3), keys, values, [1, 3], 8), "3 new tokens, the last of 8 stored ones")
+
+
+@paged_attention.check(
+    mistake="Each part is right, but not together: new tokens in several blocks see each other over the blocks' edges, "
+    "and each of their heads reads the KV head of its group.",
+    look="'Several new tokens'",
+)
+def whole_prompt(answer):
+    """A whole prompt over several blocks, with grouped heads of any size."""
+    keys, values = pool(8, block_size=3, head_dim=12)
+    q = queries(8, new=8, heads=8, head_dim=12)
+    expect(agrees(answer, q, keys, values, [4, 0, 2], 8), "8 new tokens, blocks of 3, 8 query and 2 KV heads of 12")
 
 
 @paged_attention.check(

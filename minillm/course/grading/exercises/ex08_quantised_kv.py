@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minillm.course.grading.tasks import Exercise, Task, close, expect
+from minillm.course.grading.tasks import Exercise, Task, close, expect, leaves_alone
 
 TOLERANCE = 1e-4
 
@@ -87,7 +87,7 @@ def int8_forms(answer):
 def int8_range(answer):
     """The largest magnitude gets the last code, be it positive or negative."""
     x = torch.tensor([[7.9375, 1.0, -2.0, 0.5], [2.0, -7.9375, 6.0, 1.0]])
-    codes, scales = answer(x)
+    codes, scales = answer(x.clone())
     ends = [codes[0, 0].item(), codes[1, 1].item()]
     expect(close(ends, [127.0, -127.0], 0.1), "the codes of 7.9375 and of -7.9375, each the largest of its row")
     expect(close(from_int8((codes, scales)), x, TOLERANCE), "two rows with the largest numbers 7.9375 and -7.9375")
@@ -113,7 +113,7 @@ def int8_nearest(answer):
 def int8_own_scales(answer):
     """A row with large numbers does not coarsen the others."""
     x = torch.tensor([[[254.0, 30.0, -6.0], [0.0127, 0.0, -0.0063]], [[1.27, 0.5, 0.01], [254.0, 254.0, 0.0]]])
-    error = (from_int8(answer(x)) - x.double()).abs() / x.abs().amax(-1, keepdim=True)
+    error = (from_int8(answer(x.clone())) - x.double()).abs() / x.abs().amax(-1, keepdim=True)
     expect(close(error, torch.zeros(2, 2, 3), 0.005), "2 tokens of 2 heads with largest numbers from 0.0127 to 254")
 
 
@@ -124,9 +124,18 @@ def int8_own_scales(answer):
 def int8_zeros(answer):
     """A row of zeros or of tiny numbers has a scale above 0."""
     x = torch.tensor([[0.0, 0.0, 0.0], [1e-7, -1e-7, 0.0], [7.9375, 0.0, -7.9375]])
-    codes, scales = answer(x)
+    codes, scales = answer(x.clone())
     expect(bool((scales > 0).all()), "the scales of a row of zeros, of 1e-7, and of 7.9375")
     expect(close(from_int8((codes, scales)), x, 1e-3), "a row of zeros, one of 1e-7, and one of 7.9375, encoded")
+
+
+KEPT = "An operation in place (`*=`, `/=`, `abs_()`, `>>=`) wrote into what was passed in."
+
+
+@int8_encode.check(mistake=KEPT, look="'8 bits'")
+def int8_leaves_x(answer):
+    """What is encoded stays as it was."""
+    leaves_alone(answer, torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(4)), asked="x [3, 2, 8]")
 
 
 # -- int4 -----------------------------------------------------------------------------------------
@@ -164,7 +173,7 @@ def int4_forms(answer):
 def int4_range(answer):
     """Codes 0 and 15 are the smallest and the largest number of a group."""
     x = torch.tensor([[8.0, 8.0, 3.0, 3.0, 10.5, 10.5], [-3.0, -3.0, 4.5, 4.5, 1.0, 1.0]])  # from 3 and -3, 7.5 wide
-    expect(close(from_int4(*answer(x, 6)), x, TOLERANCE), "one group from 3 to 10.5, one from -3 to 4.5")
+    expect(close(from_int4(*answer(x.clone(), 6)), x, TOLERANCE), "one group from 3 to 10.5, one from -3 to 4.5")
 
 
 @int4_encode.check(
@@ -186,7 +195,17 @@ def int4_nearest(answer):
 def int4_packing(answer):
     """The first number of a byte is in its low half."""
     x = torch.tensor([[0.0, 15.0, 7.0, 2.0, 1.0, 12.0]])
-    expect(close(from_int4(*answer(x, 6)), x, TOLERANCE), "the numbers 0, 15, 7, 2, 1, 12 as one group")
+    expect(close(from_int4(*answer(x.clone(), 6)), x, TOLERANCE), "the numbers 0, 15, 7, 2, 1, 12 as one group")
+
+
+@int4_encode.check(
+    mistake="Codes were paired group by group: bytes belong to the row, so a pair may lie in two groups.",
+    look="'Two to a byte'",
+)
+def int4_odd_groups(answer):
+    """A byte may hold the end of one group and the beginning of the next."""
+    x = torch.tensor([[0.0, 15.0, 7.0, 3.0, 18.0, 10.0]])
+    expect(close(from_int4(*answer(x.clone(), 3)), x, TOLERANCE), "the numbers 0, 15, 7, 3, 18, 10 in groups of 3")
 
 
 @int4_encode.check(
@@ -197,7 +216,8 @@ def int4_groups(answer):
     """Each group has a scale and a minimum of its own."""
     x = torch.tensor([[0.0, 0.0, 1.875, 1.875, -600.0, -600.0, 900.0, 900.0],
                       [7.0, 7.0, 10.75, 10.75, 0.25, 0.25, 4.0, 4.0]])
-    expect(close(from_int4(*answer(x, 4)), x, TOLERANCE), "2 rows of 2 groups, of which one reaches from -600 to 900")
+    got = from_int4(*answer(x.clone(), 4))
+    expect(close(got, x, TOLERANCE), "2 rows of 2 groups, of which one reaches from -600 to 900")
 
 
 @int4_encode.check(
@@ -207,7 +227,7 @@ def int4_groups(answer):
 def int4_constant(answer):
     """A group of equal numbers has a scale above 0."""
     x = torch.tensor([[2.5, 2.5, 2.5, 2.5, 0.0, 0.0, 1.875, 1.875], [0.0] * 8])
-    codes, scales, minima = answer(x, 4)
+    codes, scales, minima = answer(x.clone(), 4)
     expect(bool((scales > 0).all()), "the scales where one group is all 2.5 and others are all 0")
     expect(close(from_int4(codes, scales, minima), x, TOLERANCE), "a group that is all 2.5, encoded")
 
@@ -218,9 +238,17 @@ def int4_constant(answer):
 )
 def int4_spill(answer):
     """No code spills into the other half of its byte."""
-    x = torch.tensor([[1000.3, 1000.7, 1003.3, 1002.5]])  # fp16 has 1000.0 and 1000.5; a step is 0.2
-    got = torch.tensor(from_int4(*answer(x, 4)))
-    expect(close(got[:, 1:], x[:, 1:], 0.25), "the numbers 1000.3, 1000.7, 1003.3, 1002.5 as one group")
+    x = torch.tensor([[1000.3, 1000.7, 1003.3, 1002.5], [1000.2, 1000.6, 1003.2, 1002.4]])  # fp16 has 1000.0 and .5
+    got = torch.tensor(from_int4(*answer(x.clone(), 4)))  # a step is 0.2
+    expect(close(got[:1, 1:], x[:1, 1:], 0.25), "the numbers 1000.3, 1000.7, 1003.3, 1002.5 as one group")
+    expect(close(got[1:], x[1:], 0.25), "the numbers 1000.2, 1000.6, 1003.2, 1002.4 as one group",
+           "fp16 rounded the minimum down, and a number is 16 steps above it: clamp to 0 … 15.")
+
+
+@int4_encode.check(mistake=KEPT, look="'4 bits'")
+def int4_leaves_x(answer):
+    """What is encoded stays as it was."""
+    leaves_alone(answer, torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(5)), 4, asked="x [3, 2, 8]")
 
 
 @int4_decode.check(
@@ -231,7 +259,7 @@ def decode_forms(answer):
     """Codes, scales and minima give numbers again, in fp32."""
     codes = torch.tensor([[0x33, 0xFF, 0x00]], dtype=torch.uint8)
     scales, minima = torch.tensor([[0.5]]).half(), torch.tensor([[-2.0]]).half()
-    got = answer(codes, scales, minima)
+    got = answer(codes.clone(), scales, minima)
     expect(got.dtype == torch.float32 and got.shape == (1, 6), "3 bytes and 1 scale: dtype and shape")
     expect(close(got, from_int4(codes, scales, minima), TOLERANCE), "bytes 0x33, 0xFF, 0x00, scale 0.5, minimum -2")
 
@@ -243,7 +271,7 @@ def decode_forms(answer):
 def decode_order(answer):
     """The low half of a byte comes first."""
     codes = torch.tensor([[0x21, 0x43], [0x65, 0x87]], dtype=torch.uint8)
-    got = answer(codes, torch.ones(2, 1).half(), torch.zeros(2, 1).half())
+    got = answer(codes.clone(), torch.ones(2, 1).half(), torch.zeros(2, 1).half())
     expect(close(got, from_int4(codes, torch.ones(2, 1), torch.zeros(2, 1)), TOLERANCE), "the bytes 0x21, 0x43")
 
 
@@ -256,7 +284,8 @@ def decode_groups(answer):
     draw = torch.Generator().manual_seed(2)
     codes = torch.randint(0, 256, (2, 6), generator=draw, dtype=torch.uint8)
     scales, minima = (torch.randint(1, 9, (2, 3), generator=draw).half() for _ in range(2))
-    expect(close(answer(codes, scales, minima), from_int4(codes, scales, minima), TOLERANCE), "2 rows of 3 groups of 4")
+    got = answer(codes.clone(), scales, minima)
+    expect(close(got, from_int4(codes, scales, minima), TOLERANCE), "2 rows of 3 groups of 4")
 
 
 @int4_decode.check(
@@ -267,7 +296,7 @@ def decode_precision(answer):
     """The sum is made in fp32."""
     codes = torch.tensor([[0x31, 0x57]], dtype=torch.uint8)
     scales, minima = torch.tensor([[2.0**-7]]).half(), torch.tensor([[100.0]]).half()
-    got = answer(codes, scales, minima)
+    got = answer(codes.clone(), scales, minima)
     expect(close(got, from_int4(codes, scales, minima), TOLERANCE), "scale 1/128, minimum 100")
 
 
@@ -281,4 +310,14 @@ def decode_axes(answer):
     codes = torch.randint(0, 256, (2, 3, 4), generator=draw, dtype=torch.uint8)
     scales, minima = (torch.randn(2, 3, 2, generator=draw).half() for _ in range(2))
     want = [from_int4(codes[i], scales[i], minima[i]) for i in range(2)]
-    expect(close(answer(codes, scales, minima), want, TOLERANCE), "2 tokens of 3 heads, 4 bytes and 2 groups each")
+    got = answer(codes.clone(), scales, minima)
+    expect(close(got, want, TOLERANCE), "2 tokens of 3 heads, 4 bytes and 2 groups each")
+
+
+@int4_decode.check(mistake=KEPT, look="'And back'")
+def decode_leaves_codes(answer):
+    """What is decoded goes on being the cache."""
+    draw = torch.Generator().manual_seed(6)
+    codes = torch.randint(0, 256, (2, 6), generator=draw, dtype=torch.uint8)
+    scales, minima = (torch.randn(2, 3, generator=draw).half() for _ in range(2))
+    leaves_alone(answer, codes, scales, minima, asked="codes, scales and minima")

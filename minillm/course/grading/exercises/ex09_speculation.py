@@ -11,7 +11,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from minillm.course.grading.tasks import Exercise, Task, close, expect
+from minillm.course.grading.tasks import Exercise, Task, close, expect, leaves_alone
 
 TOLERANCE = 1e-4
 
@@ -61,8 +61,13 @@ EXERCISE = Exercise(
 def greedy_is(answer, best: list[int], drafts: list[int]) -> None:
     """Expect the longest prefix of the drafts that the target agrees with, and its own token."""
     same = max(i for i in range(len(drafts) + 1) if drafts[:i] == best[:i])
-    got = answer(list(best), list(drafts))
-    expect(list(got) == best[: same + 1], f"the target says {best}, the drafts are {drafts}")
+    got, want = list(answer(list(best), list(drafts))), best[: same + 1]
+    mistake = LAST if got and got[:-1] == want[:-1] else NO_LAST if got == want[:-1] else ""
+    expect(got == want, f"the target says {best}, the drafts are {drafts}", mistake)
+
+
+LAST = "The right drafts are accepted, but the token after them is not the target's own at that place."
+NO_LAST = "The right drafts are accepted, but the target's own token, which follows them, is missing."
 
 
 @verify_greedy.check(
@@ -102,6 +107,15 @@ def stops(answer):
 def no_drafts(answer):
     """Without drafts it is plain decoding."""
     greedy_is(answer, [6], [])
+
+
+WRITTEN = "The answer was written into what was passed in (append, pop, sub_, an assignment): make a new one."
+
+
+@verify_greedy.check(mistake=WRITTEN, look="'Greedy'")
+def lists_stay(answer):
+    """The lists stay as they were."""
+    leaves_alone(answer, [7, 3, 9], [7, 4], asked="the target says [7, 3, 9], the drafts are [7, 4]: both lists")
 
 
 # -- residual -------------------------------------------------------------------------------------
@@ -145,8 +159,15 @@ def proportions(answer):
         expect(close(answer(tenths(*p), tenths(*q)), want, TOLERANCE), f"p = {p} and q = {q}, in tenths")
 
 
+@residual.check(mistake=WRITTEN, look="'What is left over'")
+def distributions_stay(answer):
+    """Both distributions stay as they were."""
+    for p in (tenths(4, 3, 2, 1), tenths(1, 2, 5, 2)):
+        leaves_alone(answer, p, tenths(1, 2, 5, 2), asked="p and q, once different and once equal")
+
+
 @residual.check(
-    mistake="Nothing is left over, and the division by its sum 0 makes NaN.",
+    mistake="Where p and q are equal nothing is left over, and divided by its sum, 0, it is NaN: p is asked for then.",
     look="'What is left over'",
 )
 def equal(answer):
@@ -170,7 +191,7 @@ def ratio(answer):
     """A draft is accepted with probability p / q."""
     p, q = rows((4, 2, 4), (4, 2, 4)), rows((2, 5, 3))  # draft 1: p / q is 0.4
     for u, accepted in ((0.35, True), (0.45, False)):
-        got = list(answer(p, q, [1], [u], 0.1))
+        got = list(answer(p.clone(), q.clone(), [1], [u], 0.1))
         expect((got[0] == 1) == accepted, f"p(x) = .2, q(x) = .5, u = {u}")
 
 
@@ -182,7 +203,8 @@ def always(answer):
     """What the target says at least as often is always accepted."""
     p, q = rows((1, 6, 3), (1, 6, 3)), rows((4, 3, 3))
     for draft in (1, 2):
-        expect(answer(p, q, [draft], [0.999], 0.05)[0] == draft, f"p = .1 .6 .3, q = .4 .3 .3, draft {draft}, u = .999")
+        got = answer(p.clone(), q.clone(), [draft], [0.999], 0.05)
+        expect(got[0] == draft, f"p = .1 .6 .3, q = .4 .3 .3, draft {draft}, u = .999")
 
 
 @verify_sampled.check(
@@ -192,7 +214,7 @@ def always(answer):
 def never(answer):
     """What the target never says is never accepted."""
     p, q = rows((5, 0, 5), (5, 0, 5)), rows((2, 6, 2))
-    expect(answer(p, q, [1], [0.0], 0.1)[0] != 1, "p(x) = 0, q(x) = .6, u = 0")
+    expect(answer(p.clone(), q.clone(), [1], [0.0], 0.1)[0] != 1, "p(x) = 0, q(x) = .6, u = 0")
 
 
 @verify_sampled.check(
@@ -204,9 +226,11 @@ def bonus(answer):
     p = rows((0, 0, 5, 5), (0, 5, 5, 0), (3, 7, 0, 0))
     q = rows((0, 0, 5, 5), (0, 5, 5, 0))
     for u_next, last in ((0.2, 0), (0.4, 1), (0.9, 1)):
-        got = list(answer(p, q, [3, 2], [0.5, 0.5], u_next))
-        expect(got == [3, 2, last], f"p = q at both drafts, p = .3 .7 0 0 behind them, u_next = {u_next}")
-    expect(list(answer(p[2:], q[:0], [], [], 0.9)) == [1], "no drafts, p = .3 .7 0 0, u_next = .9")
+        got = list(answer(p.clone(), q.clone(), [3, 2], [0.5, 0.5], u_next))
+        asked = f"p = q at both drafts, p = .3 .7 0 0 behind them, u_next = {u_next}"
+        expect(got[:2] == [3, 2], asked, "Where p and q are equal the ratio is 1: every draft is accepted, and stays.")
+        expect(got == [3, 2, last], asked)
+    expect(list(answer(p[2:].clone(), q[:0], [], [], 0.9)) == [1], "no drafts, p = .3 .7 0 0, u_next = .9")
 
 
 @verify_sampled.check(
@@ -217,8 +241,10 @@ def ends(answer):
     """The first rejected draft ends it."""
     p = rows((5, 5, 0, 0), (1, 0, 9, 0), (0, 0, 5, 5), (2, 2, 3, 3))
     q = rows((5, 5, 0, 0), (1, 9, 0, 0), (0, 0, 5, 5))
-    got = list(answer(p, q, [1, 1, 3], [0.3, 0.6, 0.3], 0.5))
-    expect(got[:1] == [1] and len(got) == 2, "3 drafts, of which the second has p(x) = 0")
+    got = list(answer(p.clone(), q.clone(), [1, 1, 3], [0.3, 0.6, 0.3], 0.5))
+    asked = "3 drafts, of which the second has p(x) = 0"
+    expect(got[:1] == [1], asked, "The first draft, which was accepted, is not in the answer.")
+    expect(len(got) == 2, asked)
 
 
 @verify_sampled.check(
@@ -230,8 +256,16 @@ def from_residual(answer):
     p = rows((0, 0, 5, 5), (4, 3, 2, 1), (0, 0, 0, 10))
     q = rows((0, 0, 5, 5), (1, 2, 5, 2))  # what is left at place 1 is 3 : 1 : 0 : 0
     for u_next, last in ((0.3, 0), (0.6, 0), (0.7, 0), (0.8, 1), (0.95, 1)):
-        got = list(answer(p, q, [2, 2], [0.1, 0.9], u_next))
+        got = list(answer(p.clone(), q.clone(), [2, 2], [0.1, 0.9], u_next))
         expect(got == [2, last], f"draft 2 of 2 rejected at p = .4 .3 .2 .1, q = .1 .2 .5 .2; u_next = {u_next}")
+
+
+@verify_sampled.check(mistake=WRITTEN, look="'Sampled'")
+def inputs_stay(answer):
+    """What is passed in stays as it was."""
+    p, q = rows((0, 0, 5, 5), (4, 3, 2, 1), (0, 0, 0, 10)), rows((0, 0, 5, 5), (1, 2, 5, 2))
+    for u in ([0.1, 0.9], [0.1, 0.1]):
+        leaves_alone(answer, p, q, [2, 2], u, 0.3, asked=f"p, q, drafts and u, with u = {u}")
 
 
 @verify_sampled.check(

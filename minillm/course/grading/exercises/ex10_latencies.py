@@ -290,6 +290,30 @@ def not_answered(answer):
 
 
 @summarise.check(
+    mistake="An answer that reached max_tokens ends by itself too: its finish_reason is 'length'.",
+    look="'All of them'",
+)
+def cut_by_length(answer):
+    """An answer that ended at max_tokens is answered."""
+    records = [*some(5, 6, 4), record(3.0, [9.0, 9.5], reason="length"), record(3.5, [20.0, 23.0], reason="length")]
+    agrees(answer, records, KEYS[:5], "8 answered requests, of which two reached max_tokens")
+
+
+@summarise.check(
+    mistake="The list of records, or a record's token_times, was changed, by sort or pop: others read them too.",
+    look="'All of them'",
+)
+def records_stay(answer):
+    """The records stay as they were."""
+    records = [record(2.0, [3.0, 4.0, 8.0]), record(1.0, [1.5], reason="abort"), record(3.0, [3.25, 3.5])]
+    times = [list(r.token_times) for r in records]
+    given = list(records)
+    answer(given)
+    expect([id(r) for r in given] == [id(r) for r in records], "three records, looked at after the call")
+    expect([r.token_times for r in records] == times, "the token_times of three records, looked at after the call")
+
+
+@summarise.check(
     mistake="The server also made the tokens of aborted requests, and its time runs from the first arrival.",
     look="'All of them'",
 )

@@ -6,8 +6,13 @@ time, on loads whose seeds the notebook does not show.
 
 from __future__ import annotations
 
-from minillm.course.grading.servers import SERVERS, TREATMENTS, complaint, examine
+import copy
+from dataclasses import replace
+
+from minillm.course.grading.servers import SERVERS, TREATMENTS, USUAL, complaint, examine, load
 from minillm.course.grading.tasks import Exercise, Task, expect
+from minillm.ladder.records import Records
+from minillm.measure.capacity import GB
 
 SEEDS = (11, 12)
 CURED = 0.7  # of the complaint, at most, is left
@@ -43,12 +48,19 @@ EXERCISE = Exercise(
 )
 
 
+def own(cause: str, seed: int) -> Records:
+    """A server's records with a list of steps of their own, which an answer may spoil."""
+    records = copy.copy(examine(cause, seed))
+    records.steps = list(records.steps)
+    return records
+
+
 def says(answer, cause: str, others: tuple[str, ...]) -> None:
     """Expect this diagnosis where it is due, on both seeds, and not of the others."""
     for seed in SEEDS:
-        expect(answer(examine(cause, seed), SERVERS[cause].settings) == cause, f"a server of that kind, load {seed}")
+        expect(answer(own(cause, seed), SERVERS[cause].settings) == cause, f"a server of that kind, load {seed}")
     for other in others:
-        got = answer(examine(other, SEEDS[0]), SERVERS[other].settings)
+        got = answer(own(other, SEEDS[0]), SERVERS[other].settings)
         expect(got in SERVERS and got != cause, f"a server of another kind, load {SEEDS[0]}")
 
 
@@ -86,6 +98,30 @@ def prompts(answer):
 def knee(answer):
     """Long steps with every limit far away are past the knee."""
     says(answer, "knee", ("batch_cap", "prompts"))
+
+
+@diagnose.check(
+    mistake="The settings tell these servers apart, but not others: the records say which limit is reached.",
+    look="'The causes'",
+)
+def other_settings(answer):
+    """It looks at the records: servers with other settings have the same faults."""
+    capped, short = replace(USUAL, max_batch=16), replace(USUAL, max_batch=256, kv_memory=GB)
+    for cause, settings, work in (("batch_cap", capped, (200, 60, 100, 60)), ("memory", short, (120, 16, 500, 120))):
+        got = answer(settings.serve(load(*work, seed=SEEDS[0])).records, settings)
+        expect(got == cause, f"max_batch {settings.max_batch}, {settings.kv_memory / GB:.0f} GB for keys and values")
+
+
+@diagnose.check(
+    mistake="The list of steps was changed, by sort or pop: other code reads them after you.",
+    look="'The causes'",
+)
+def records_stay(answer):
+    """The records stay as they were."""
+    records = own("knee", SEEDS[0])
+    before = list(records.steps)
+    answer(records, SERVERS["knee"].settings)
+    expect(list(map(id, records.steps)) == list(map(id, before)), "records.steps, after the call")
 
 
 def cures(answer, cause: str) -> None:

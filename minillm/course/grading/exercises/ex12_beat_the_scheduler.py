@@ -21,8 +21,8 @@ order_prompts = Task(
         "Who suffers from one long document in front of them? And who would, if short ones always went first?",
         "Shortest first ruins the longest wait. Let every second of waiting count: weigh how long a prompt has waited "
         "against how much of it is left.",
-        "Sort by (now - prompt.arrival) / prompt.left, the largest first: a question of 300 tokens gets ahead quickly, "
-        "a document more slowly, but surely.",
+        "Sort by (now - prompt.arrival + 0.1) / prompt.left, the largest first: a question of 300 tokens gets ahead "
+        "quickly, a document more slowly, but surely. Without the 0.1 all that have just come are alike.",
     ),
 )
 EXERCISE = Exercise(
@@ -47,6 +47,9 @@ def everybody(answer):
         expect(sorted(p.number for p in got) == sorted(p.number for p in some), f"{len(some)} prompts, one of 16,000")
 
 
+NO_TIME = "Both have waited for 0 seconds: what is divided, or multiplied, by that no longer tells them apart."
+
+
 @order_prompts.check(
     mistake="The longer one still goes first: then a question waits behind a document that came no earlier.",
     look="'What to gain'",
@@ -56,6 +59,8 @@ def shorter_first(answer):
     for long, short in ((4_000, 200), (900, 300)):
         got = answer([Prompt(1, 5.0, long, long), Prompt(2, 5.0, short, short)], 5.5)
         expect(got[0].number == 2, f"prompts of {long} and {short} tokens, both half a second old")
+        got = answer([Prompt(1, 5.0, long, long), Prompt(2, 5.0, short, short)], 5.0)
+        expect(got[0].number == 2, f"prompts of {long} and {short} tokens, both of this very moment", NO_TIME)
 
 
 @order_prompts.check(
