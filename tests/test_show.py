@@ -310,8 +310,8 @@ def test_a_page_judges_its_own_rows_and_shows_every_recorded_run(tmp_path):
     text = ledger({"B1": step_times(24.0)}, tmp_path)
     refuted = "recorded, NVIDIA A100: does not hold here: 8 rows give 0.8 (0.727 to 0.88) times"
     assert refuted in text and "No GPU" not in text
-    assert text.endswith("page and record differ: the page's run is smaller, and on this device. `minillm measure` asks "
-                         "it at full size.")
+    assert text.endswith("page and record differ: the page's run is smaller, and on this device. "
+                         "`minillm measure` asks it at full size.")
     assert "differ" not in ledger({"B1": step_times(200.0)}, tmp_path)
 
 

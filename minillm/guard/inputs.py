@@ -17,7 +17,7 @@ from numbers import Real
 
 NOT_WHOLE = ("bool", "float", "complex")  # in the names of dtypes
 MOST_STOPS = 100_000  # stop strings or ids of a request that are looked at
-MOST_BYTES = 2**44  # 16 TiB
+MOST_BYTES = 2**48  # 256 TiB
 HOTTEST = 1e30  # far beyond "all tokens alike", and still a number in fp32
 
 

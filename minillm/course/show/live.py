@@ -110,7 +110,7 @@ class Log:
 
     def __exit__(self, *error: object) -> None: ...
 
-    def update(self, number: int) -> None:
+    def update(self, number: int = 1) -> None:
         """So many more items are done."""
         self.done += number
         self.write(f"{self.done:,} of {self.total:,}")
