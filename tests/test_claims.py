@@ -452,6 +452,19 @@ def test_weights_are_judged_by_the_rules_of_keys_and_values():
     assert word_of("D2", without) == IN_DIRECTION and "fp8 is not there" in judged(JUDGED["D2"], without).measured
 
 
+def test_a_format_that_changes_no_logit_is_told_and_weights_that_never_were_4_bit_are_not_called_so():
+    rows = [{"weights": row["scheme"], "bits_per_weight": 8.0, "differing_logits": n, "logits": 1000, **row}
+            for n, row in enumerate(KV_FORMATS)]
+    rows = [{name: value for name, value in row.items() if name != "scheme"} for row in rows]
+    own = {**rows[0], "weights": "int4, the checkpoint's own groups", "bits_per_weight": 5.736}
+    said = judged(JUDGED["D2"], [*rows, own]).measured
+    assert said.startswith("weights (once 4-bit, then dequantised): ")
+    assert said.endswith("; int4, the checkpoint's own groups, at 5.74 bits a weight: 0 of 1,000 logits differ")
+    assert "logits" not in judged(JUDGED["D2"], rows).measured
+    fresh = [{**row, "baseline": "as loaded"} for row in rows]
+    assert judged(JUDGED["D2"], fresh).measured.startswith("weights: ")
+
+
 def test_a_default_is_slower_nowhere():
     """D6 on weight_speed."""
     assert word_of("D6", PACKED) == HOLDS

@@ -102,12 +102,14 @@ def quality_task(documents: int = 6, short: int | None = 4) -> QualityTask:
 
 def test_a_format_of_which_less_is_asked_is_held_against_the_reference_on_its_own_documents():
     whole = quality_task()
-    less = whole.asking(False, False)
-    assert torch.equal(less.documents, whole.documents[[0, 3]]) and less.short is None and not less.codes
+    less = whole.asking(False, True)
+    assert torch.equal(less.documents, whole.documents[[0, 3]]) and less.short is None and less.codes == whole.codes
+    least = whole.asking(False, False)
+    assert torch.equal(least.documents, whole.documents[[0]]) and not least.codes and not least.prompts
     assert whole.asking(True, False).short is whole.short and whole.asking(True, True) is whole
     model = tiny_model("t8-2")
-    all_of_it, part = (run_task(model, None, whole.asking(much, False), partial(kv_storage, model.config, "fp32"))
-                       for much in (True, False))
+    all_of_it, part = (run_task(model, None, replace(task, codes={}, prompts=[]),
+                                partial(kv_storage, model.config, "fp32")) for task in (whole, less))
     row = quality_row(less, part, all_of_it)
     assert (row["tokens"], row["change_percent"], row["same_first_choice_percent"]) == (2 * 128, 0.0, 100.0)
     with pytest.raises(RuntimeError):

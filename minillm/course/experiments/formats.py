@@ -140,7 +140,7 @@ class Scheme:
     """A way to store keys and values: a format, and which of `key_transforms` the keys go through before.
 
     main: measured in quick mode too, and not on losses alone but with codes to find and prompts to answer. much: on
-    all documents, where the others have a third of the long ones (`QualityTask.asking`).
+    all documents, where the others have some of the long ones (`QualityTask.asking`).
     served: whether the engine can be given it; if not, keys are stored per channel.
     """
 

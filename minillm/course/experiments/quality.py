@@ -39,7 +39,7 @@ ERROR_BLOCK = 64  # neighbouring tokens that count as one observation
 FREQUENCIES = {"rare_tokens": (0, 10), "medium_tokens": (10, 200), "common_tokens": (200, math.inf)}
 POSITIONS = {"at_under_256": (0, 256), "at_256_to_1k": (256, 1024), "at_1k_to_2k": (1024, 2048),
              "at_2k_to_4k": (2048, 4096)}
-FEWER = 3  # of so many documents, a format from which less is asked has one
+FEWER = 3  # of so many long documents, a format from which less is asked has one; of twice as many without abilities
 LENGTHS = (256, 768), (512, 1024, 2048), (512, 1024, 2048, 4096)  # of texts that hide codes: quick, full, on a GPU
 
 
@@ -95,6 +95,7 @@ class QualityTask:
     prompts: list[list[int]] = field(default_factory=list)
     max_tokens: int = 0
     short: Tensor | None = None
+    every: int = 1  # of so many documents of the whole task, this one has one
 
     @classmethod
     def of(cls, setting: Setting) -> QualityTask:
@@ -111,9 +112,11 @@ class QualityTask:
         return cls(corpus, documents, copies, codes, prompts, max_tokens, short)
 
     def asking(self, much: bool, abilities: bool) -> QualityTask:
-        """As it is, or without short documents and two thirds of the long ones; with codes and prompts, or without."""
-        task = self if much else replace(self, documents=self.documents[::FEWER], short=None)
-        return task if abilities else replace(task, codes={}, prompts=[])
+        """As it is, or without short documents and with one in FEWER of the long ones; with codes and prompts, or
+        without them, and then with half of those documents."""
+        task = self if abilities else replace(self, codes={}, prompts=[])
+        every = 1 if much else FEWER if abilities else 2 * FEWER
+        return task if much else replace(task, documents=self.documents[::every], short=None, every=every)
 
 
 @dataclass(frozen=True)
@@ -155,8 +158,7 @@ def quality_row(task: QualityTask, got: QualityResult, reference: QualityResult)
 
 def text_columns(task: QualityTask, got: QualityResult, reference: QualityResult) -> dict:
     """`loss_columns` over all documents of a task, long and short."""
-    every = FEWER if len(reference.losses.nats) > len(task.documents) else 1
-    texts = [(got.losses, Losses(*(part[::every] for part in reference.losses)), task.documents)]
+    texts = [(got.losses, Losses(*(part[:: task.every] for part in reference.losses)), task.documents)]
     if task.short is None:
         return loss_columns(*texts[0], task.corpus.occurrences)
     texts.append((got.short, reference.short, task.short))

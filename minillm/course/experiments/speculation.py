@@ -327,14 +327,14 @@ def sampling_check(draws: int, seed: int) -> dict:
 def speculation(setting: Setting) -> Measurement:
     """Step costs, drafts of every kind by length and batch, where they begin to cost, and a check of sampling."""
     model = setting.model
-    batches = setting.size((1, 4, 16), (1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16, 32, 64))
+    batches = setting.size((1, 8), (1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16, 32, 64))
     lengths = setting.size((2, 4, 7), (1, 2, 4, 8), (1, 2, 3, 4, 6, 8))
     decode(model, [list(range(16))] * 2, 4, 2)  # warm up
     rows = list(step_costs(model, setting.each("step costs", batches), sorted({0, 1, *lengths, ADAPTIVE}),
                            setting.size(3, 9)))
     batches = tuple(dict.fromkeys(row["batch"] for row in rows))  # those that the budget allowed
     rows.append(sampling_check(200_000, setting.seed))
-    bench = DraftBenchmark(model, setting.tokenizer, *setting.size((2, 24), (4, 48), (8, 96)), TURNS, setting.seed)
+    bench = DraftBenchmark(model, setting.tokenizer, *setting.size((2, 16), (4, 48), (8, 96)), TURNS, setting.seed)
     in_batches = setting.size(tuple(dict.fromkeys((batches[0], batches[-1]))), batches, batches)
     table = draftings(setting.size((USUAL,), lengths), in_batches, setting.size((0.8,), (0.5, 0.8), (0.5, 0.7, 0.9)),
                       bench.drafter is not None)

@@ -62,7 +62,17 @@ def plain(rows: Rows) -> str:
 
 def what(rows: Rows) -> str:
     """What is stored in fewer bits."""
-    return "keys and values" if label(rows) == "scheme" else "weights (once 4-bit, then dequantised)"
+    if label(rows) == "scheme":
+        return "keys and values"
+    once = rows[0].get("baseline", "once").startswith("once")  # older files do not say what they were
+    return "weights (once 4-bit, then dequantised)" if once else "weights"
+
+
+def lossless(rows: Rows) -> str:
+    """What to add of a way that is there and changes no logit, but for the weights as loaded."""
+    found = [row for row in rows if row.get("differing_logits") == 0 and row.get("weights") != plain(rows)]
+    return "".join(f"; {row['weights']}, at {row['bits_per_weight']:.3g} bits a weight: 0 of {row['logits']:,} logits "
+                   "differ" for row in found)
 
 
 def d1(rows: Rows) -> Verdict:
@@ -86,7 +96,7 @@ def d2(rows: Rows) -> Verdict:
     listed = "; ".join(f"{name} {change(row)}" for name, row in of.items())
     measured = f"{what(rows)}: perplexity by {listed}"
     measured += {Part.ANOTHER: "; fp8 costs more than int8, not less",
-                 Part.NOT_TESTED: "; fp8 is not there"}.get(order, "")
+                 Part.NOT_TESTED: "; fp8 is not there"}.get(order, "") + lossless(rows)
     size = every(more(changed(of["int4"]), NOTICEABLE), *small, order)
     return judged(measured, every(*(more(gap, 0.0) for gap in gaps)), size)
 
