@@ -204,7 +204,7 @@ def worked_example(arguments) -> int:
     print(
         f"{arguments.model} on {arguments.device}, in virtual time: 4k contexts, answers of 300 tokens, histories "
         f"{'computed' if arguments.compute_prompts else 'in the cache'}.\nA closed loop of as many clients as memory "
-        "holds; with a static batch of 8 the others wait.\nThe articles' figures are their own: an 8B model on one "
+        "holds; the static batch of 8 has 8 clients.\nThe articles' figures are their own: an 8B model on one "
         "A100 80 GB.\n"
     )
     print(text_table(table, {name: name.replace(": ", ", ") for name in table[0]}))
