@@ -12,7 +12,8 @@
 # - what prefix caching and disaggregation take out of whose way.
 #
 # Everything here is **virtual time**: the real scheduler, pool and records, and steps whose duration comes from an
-# A100's data sheet for Llama-3.1-8B in 16 bits. So the figures are the same on every machine. Chapters 7 and 10 measure.
+# A100's data sheet for Llama-3.1-8B in 16 bits. So the figures are the same on every machine. Chapters 7 and 10
+# measure.
 #
 # **To run this page**: `make lab` in the repository, or `pip install -e ".[lab]"` and open the notebook.
 
