@@ -221,8 +221,8 @@ print(text_table(quality, LIVE))
 # %% [markdown]
 # The figures below are from full runs: contexts up to 4,096, and three tasks besides. A *code* is a number of four
 # digits hidden in a long text, to be named to the digit; a CPU's run asks for sixteen at each length (eight in older
-# records), so one more or less is 6 per cent. *Copied* is the share of a random text that the model repeats rightly when it is said a second time:
-# it must find the one place where this token stood before.
+# records), so one more or less is 6 per cent. *Copied* is the share of a random text that the model repeats rightly
+# when it is said a second time: it must find the one place where this token stood before.
 # *Greedy agrees* is how much of an answer is the same until the first difference.
 
 # %%
