@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from minillm.course.experiments.repeats import in_turns, median_row, over_seeds, with_spread
+from minillm.course.experiments.common import spread_columns
+from minillm.course.experiments.repeats import in_turns, median_row, over_seeds
 from minillm.course.setting import Setting
 from minillm.course.verdicts.reading import ratio, reading
 
@@ -47,6 +48,6 @@ def test_cases_take_turns_and_every_other_turn_runs_backwards():
     cases = {name: lambda name=name: called.append(name) or len(called) for name in "abc"}
     assert in_turns(cases, 3) == {"a": [1, 6, 7], "b": [2, 5, 8], "c": [3, 4, 9]}
     assert "".join(called) == "abccbaabc"
-    assert with_spread("ms", [3, 1, 2]) == {"ms": 2, "ms_min": 1, "ms_max": 3}
+    assert spread_columns("ms", [3, 1, 2]) == {"ms": 2, "ms_min": 1, "ms_max": 3}
     with pytest.raises(ValueError, match="turns 0"):
         in_turns(cases, 0)

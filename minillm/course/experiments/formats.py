@@ -16,9 +16,9 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from minillm.course.experiments.common import decode_seconds, measured, serve, step_row, warm_up
+from minillm.course.experiments.common import decode_seconds, measured, serve, spread_columns, step_row, warm_up
 from minillm.course.experiments.quality import QualityTask, python_help, quality_row, quality_tables, run_task
-from minillm.course.experiments.repeats import in_turns, with_spread
+from minillm.course.experiments.repeats import in_turns
 from minillm.course.experiments.rounding import FP8_WEIGHTS, OTHER_GROUPS, OWN_GROUPS, NotExact, rounded
 from minillm.course.setting import Setting, timed
 from minillm.extras.key_scaling import ChannelScaling, KeyTransform
@@ -341,8 +341,8 @@ def turns_row(
     readings, medians = [each for run in runs for each in run.readings], [run.median for run in runs]
     row = step_row(setting, work, Spread.of(readings, runs[0].warmups), number)
     return {
-        **row, **with_spread("step_ms", [each * 1e3 for each in medians]), "tokens_per_s": number / median(medians),
-        **with_spread("times_faster", [old / new for old, new in zip(before, medians, strict=True)]),
+        **row, **spread_columns("step_ms", [each * 1e3 for each in medians]), "tokens_per_s": number / median(medians),
+        **spread_columns("times_faster", [old / new for old, new in zip(before, medians, strict=True)]),
         "turns": len(runs),
     }
 

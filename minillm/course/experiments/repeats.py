@@ -10,16 +10,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from statistics import median
 from typing import TypeVar
 
+from minillm.course.experiments.common import spread_columns
 from minillm.course.setting import Setting
 from minillm.guard.inputs import check_at_least
 
 SEEDS = 3  # as many as a verdict asks of a spread (`verdicts/reading.py`)
 Case = TypeVar("Case", bound=Hashable)
-
-
-def with_spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """A figure's columns: its median under its own name, NAME_min and NAME_max."""
-    return {name: median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
 
 
 def median_row(runs: Sequence[Mapping], compared: Sequence[str]) -> dict:
@@ -33,7 +29,7 @@ def median_row(runs: Sequence[Mapping], compared: Sequence[str]) -> dict:
         elif not isinstance(first, (int, float)) or isinstance(first, bool):
             row[name] = first
         else:
-            row |= with_spread(name, values) if name in compared else {name: median(values)}
+            row |= spread_columns(name, values) if name in compared else {name: median(values)}
     return row | {"turns": len(runs)}
 
 

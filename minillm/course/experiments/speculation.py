@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minillm.course.experiments.common import measured
+from minillm.course.experiments.common import measured, spread_columns
 from minillm.course.experiments.ladder import compare
-from minillm.course.experiments.repeats import with_spread
 from minillm.course.prompts import CHAT_PROMPTS, COPY_PROMPTS
 from minillm.course.setting import Setting, timed
 from minillm.extras.adaptive import AdaptiveSpeculator
@@ -154,7 +153,7 @@ def step_costs(model, batches: Iterable[int], lengths: Sequence[int], repeats: i
             yield {
                 "part": "step cost", "drafts": "wrong", "k": k, "batch": batch, "step_tokens": batch * (k + 1),
                 "step_ms": spread.median * 1e3, "min_ms": spread.min * 1e3, "max_ms": spread.max * 1e3,
-                **with_spread("times_plain", [mine / bare for mine, bare in zip(own, plain, strict=False)]),
+                **spread_columns("times_plain", [mine / bare for mine, bare in zip(own, plain, strict=False)]),
                 "turns": min(len(own), len(plain)),
             }
 
@@ -257,7 +256,7 @@ class DraftBenchmark:
             "prompts": prompts, "drafts": drafts, "k": k, "batch": batch, **drafted_columns(records, batch, costs),
             "tried_by_place": counted.tried, "right_by_place": counted.right,
             "tokens_per_s": median(speeds), "plain_tokens_per_s": median(before),
-            **with_spread("speedup", [now / old for now, old in zip(speeds, before, strict=True)]),
+            **spread_columns("speedup", [now / old for now, old in zip(speeds, before, strict=True)]),
             "turns": len(runs),
             "same_tokens": compare(self.model, asked, outputs, plain[0][1])["identical"],
         }
