@@ -218,25 +218,25 @@ def check_request(engine, prompt, params, request_id=None, arrival=None) -> list
         if special and any(special in stop and special != stop for stop in params.stop):
             raise RequestError(f"stop {params.stop!r} holds the special token {special!r}, which is never text: "
                                f"stop at the token alone, or put its id {id} into stop_ids")
-    ids = token_ids(engine, prompt)
+    ids = token_ids(engine, prompt, params.max_tokens)
     check_prompt(ids)
     check_fits(engine, len(ids), params.max_tokens)
     return ids
 
 
-def token_ids(engine, prompt: Sequence[int] | str) -> list[int]:
+def token_ids(engine, prompt: Sequence[int] | str, new: int) -> list[int]:
     """A prompt of text or ids as a list of Python's whole numbers in the vocabulary."""
     if isinstance(prompt, str):
         if engine.tokenizer is None:
             raise RequestError("a prompt of text needs a tokenizer: Engine(model, tokenizer); or pass token ids")
         return engine.tokenizer.encode(prompt)
     if isinstance(prompt, range) and prompt:  # the simulator passes ranges: checking both ends is enough
-        check_fits(engine, len(prompt), 0)  # before all of it is written out
+        check_fits(engine, len(prompt), new)  # before all of it is written out
         low, high = sorted((prompt[0], prompt[-1]))
         if low >= 0 and high < engine.config.vocab_size:
             return list(prompt)
     if isinstance(prompt, Sized) and getattr(prompt, "ndim", 1):
-        check_fits(engine, len(prompt), 0)
+        check_fits(engine, len(prompt), new)
     ids = as_list(prompt, engine.max_context + 1)  # one that has no end is refused too
     if ids is None:
         raise RequestError(
