@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import csv
+import gc
 import importlib.util
 import io
 import json
@@ -15,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import urllib.parse
+import weakref
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from minillm.course.grading import check, classroom, handout, hint, report
 from minillm.course.grading.exercises import find
 from minillm.course.grading.notebook import read, run_cells
 from minillm.course.grading.runner import Limits, grade_notebook, grade_task
+from minillm.course.grading.shell import NotebookShell
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "05_block_pool"
@@ -651,3 +654,14 @@ def test_whatever_is_handed_in_the_grader_answers_with_a_sentence(tmp_path, monk
     sys.modules["__main__"] = before
     count_inputs("hand-ins", INPUTS)
     assert min(statuses.values()) > 50, statuses
+
+
+def test_a_shell_is_let_go_once_the_next_one_is_made():
+    """IPython would keep each until the process ends, and then clear them one by one, which took minutes."""
+    before = sys.modules["__main__"]
+    first = weakref.ref(NotebookShell.fresh())
+    NotebookShell.fresh()
+    NotebookShell.clear_instance()
+    sys.modules["__main__"] = before
+    gc.collect()
+    assert first() is None

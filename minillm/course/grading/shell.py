@@ -6,6 +6,7 @@ The package itself does not need IPython, so this file is imported only when cel
 from __future__ import annotations
 
 import asyncio
+import atexit
 import re
 import subprocess
 import sys
@@ -55,6 +56,7 @@ class NotebookShell(InteractiveShell):
         """A shell with an empty `__main__`, in place of the one before."""
         cls.clear_instance()
         shell = cls.instance(config=CONFIG)
+        atexit.unregister(shell.atexit_operations)  # would keep every shell, and what its cells made, until the end
         shell.set_hook("show_in_pager", page.as_hook(page.display_page), 90)
         shell.left_out = []  # what a cell asked for and was not given, a line each
         return shell
