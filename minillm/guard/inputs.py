@@ -16,7 +16,7 @@ from itertools import islice, repeat
 from numbers import Real
 
 NOT_WHOLE = ("bool", "float", "complex")  # in the names of dtypes
-MOST_STOPS = 100_000  # stop strings or ids of a request that are looked at
+MOST_STOPS = 1_000_000  # stop strings or ids of a request, more than any vocabulary has
 MOST_BYTES = 2**48  # 256 TiB
 HOTTEST = 1e30  # far beyond "all tokens alike", and still a number in fp32
 
@@ -135,16 +135,24 @@ def check_sampling(params) -> None:
     stop = (params.stop,) if isinstance(params.stop, str) else as_list(() if params.stop is None else params.stop)
     if stop is None or not all(isinstance(each, str) for each in stop):
         raise RequestError(f"stop strings are texts, not {params.stop!r}; token ids belong in stop_ids")
+    check_few("stop", stop)
     keep("stop", tuple(stop))
     if params.stop_ids is not None:
         ids = [params.stop_ids] if getattr(params.stop_ids, "ndim", None) == 0 else as_list(params.stop_ids)
         if ids is None or isinstance(params.stop_ids, str):
             raise RequestError(f"stop_ids {params.stop_ids!r} is not a collection of token ids; texts belong in stop")
+        check_few("stop_ids", ids)
         keep("stop_ids", frozenset(whole_number(id, at, "stop_ids") for at, id in enumerate(ids)))
     check_ranges(params)
 
 
-def as_list(values: object, most: int = MOST_STOPS) -> list | None:
+def check_few(name: str, stops: Sequence) -> None:
+    """Raise RequestError where there are more stop strings or ids than a vocabulary has, or no end of them."""
+    if len(stops) > MOST_STOPS:
+        raise RequestError(f"{name} holds more than {MOST_STOPS:,}")
+
+
+def as_list(values: object, most: int = MOST_STOPS + 1) -> list | None:
     """The first `most` of some values; None where it is no collection."""
     try:
         return list(islice(values, most))

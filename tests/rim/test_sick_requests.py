@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from itertools import product
+from itertools import count, product, repeat
 
 import numpy as np
 import pytest
@@ -225,6 +225,8 @@ REFUSED = {
     "stop ids that are text": (lambda: ([1], dict(stop_ids="2")), "stop_ids"),
     "a stop id of 2.5": (lambda: ([1], dict(stop_ids=[2.5])), "2.5"),
     "nested stop ids": (lambda: ([1], dict(stop_ids=[[2]])), r"\[2\]"),
+    "stop ids without an end": (lambda: ([1], dict(stop_ids=count())), "stop_ids holds more than"),
+    "stop strings without an end": (lambda: ([1], dict(stop=repeat("x"))), "stop holds more than"),
     "a stop string without a tokenizer": (lambda: ([1], dict(stop="end")), "tokenizer"),
     "a stop string that is a number": (lambda: ([1], dict(stop=[3])), "3"),
     "stop_after of 0": (lambda: ([1], dict(stop_after=0)), "0"),
@@ -276,6 +278,7 @@ MEANT = {
     "top_k of numpy": (dict(seed=4, temperature=1.0, top_k=np.uint8(3)), dict(seed=4, temperature=1.0, top_k=3)),
     "top_k beyond the vocabulary": (dict(seed=4, temperature=1.0, top_k=10**30), dict(seed=4, temperature=1.0)),
     "stop ids in a tensor": (dict(stop_ids=torch.arange(40)), dict(stop_ids=list(range(40)))),
+    "every id of a large vocabulary": (dict(stop_ids=range(200_000)), dict(stop_ids=range(97))),
     "one stop id": (dict(stop_ids=torch.tensor(40)), dict(stop_ids=[40])),
 }
 
