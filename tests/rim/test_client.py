@@ -324,9 +324,17 @@ def reset(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def speaks_http(connection: socket.socket) -> None:
+def ends(connection: socket.socket, answer: bytes = b"") -> None:
+    """An orderly end: what the client still sends is read, or the close would turn into a reset."""
     connection.recv(1 << 16)
-    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    connection.sendall(answer)
+    connection.shutdown(socket.SHUT_WR)
+    while connection.recv(1 << 16):
+        pass
+
+
+def speaks_http(connection: socket.socket) -> None:
+    ends(connection, b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
 
 def is_silent(connection: socket.socket) -> None:
@@ -337,10 +345,10 @@ def is_silent(connection: socket.socket) -> None:
     ("scheme", "do", "kind"),
     [
         ("http", reset, "reset"),
-        ("http", lambda connection: connection.recv(1 << 16), "cut off"),  # an orderly end, without an answer
+        ("http", ends, "cut off"),
         ("http", is_silent, "stalled"),
         ("https", speaks_http, "TLS: .*(wrong version number|record)"),
-        ("https", lambda connection: connection.recv(1 << 16), "TLS: .*eof.*"),
+        ("https", ends, "TLS: .*eof.*"),
         ("https", reset, "reset"),
         ("https", is_silent, "connection timed out"),
     ],
