@@ -12,7 +12,8 @@ from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "minillm"
-FLOORS = ("model", "ladder", "guard", "extras", "fast", "load", "measure", "course", "cli")  # imports point left only
+# Imports point left only.
+FLOORS = ("model", "ladder", "guard", "extras", "fast", "load", "measure", "serve", "course", "cli")
 HEART = ("model", "ladder")
 ON_ENTRY = "minillm.guard.inputs"  # the one room that the heart calls
 

@@ -10,16 +10,18 @@ import sys
 from minillm.cli.bench import add_bench
 from minillm.cli.course import add_claims, add_exercises, add_grade, add_ladder, add_measure, add_overhead
 from minillm.cli.running import add_fetch, add_generate
+from minillm.cli.serve import add_serve
 from minillm.cli.serving import add_capacity, add_simulate
 from minillm.guard.inputs import check_at_least
 
 COMMANDS = (
-    add_generate, add_ladder, add_measure, add_claims, add_bench, add_capacity, add_simulate, add_overhead, add_grade,
-    add_exercises, add_fetch,
+    add_generate, add_serve, add_ladder, add_measure, add_claims, add_bench, add_capacity, add_simulate, add_overhead,
+    add_grade, add_exercises, add_fetch,
 )
 
 # Of pyproject.toml, by what they bring.
-EXTRAS = {"matplotlib": "lab", "ipywidgets": "lab", "IPython": "lab", "transformers": "test"}
+EXTRAS = {"matplotlib": "lab", "ipywidgets": "lab", "IPython": "lab", "transformers": "test",
+          "starlette": "serve", "uvicorn": "serve", "prometheus_client": "serve"}
 
 
 def show_any_character() -> None:
