@@ -9,7 +9,7 @@ NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
 NBVAL := TQDM_DISABLE=1 $(PY) -m pytest --nbval-lax --nbval-current-env
 
 .DEFAULT_GOAL := help
-.PHONY: help ladder lab test test-all lint notebooks readme room-kit browser clean
+.PHONY: help ladder lab test test-all lint notebooks readme room-kit browser clients clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -59,6 +59,9 @@ browser: .venv/test  ## move the course's sliders in a real browser (installs Pl
 	$(PY) -m pip install -q -c constraints.txt playwright
 	$(PY) -m pytest --override-ini addopts= tests/browser
 
+clients: .venv/test  ## load `minillm serve` with GuideLLM and OpenAI's client, and compare (makes .venv-clients)
+	$(PY) tests/serve/other_clients.py
+
 clean:  ## back to a fresh clone (the model stays in your cache)
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-clients build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

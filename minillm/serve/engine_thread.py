@@ -151,9 +151,10 @@ class EngineThread:
     def _add(self, answer: Answer, prompt: list[int], params: SamplingParams, arrival: float) -> None:
         scheduler = self.engine.scheduler
         free_rows = 0 if self.left_waiting else scheduler.max_batch - len(scheduler.running)
-        if self.max_waiting is not None and len(scheduler.waiting) >= self.max_waiting + free_rows:
+        waiting = len(scheduler.waiting) - free_rows  # those that the next step has no row for
+        if self.max_waiting is not None and waiting >= self.max_waiting:
             self.metrics.refused.inc()
-            raise QueueFull(f"{len(scheduler.waiting)} requests wait, and no more than {self.max_waiting} may")
+            raise QueueFull(f"all rows are taken, and {self.max_waiting} requests wait already, as many as may")
         self.engine.add(prompt, params, answer.id, arrival)
         self.answers[answer.id] = answer
         self.metrics.arrived(answer.id, arrival)

@@ -66,7 +66,7 @@ except LookupError as error:
 #   Benchmarks elsewhere fix the lengths and set `ignore_eos`.
 #
 # And much that they have is not here: several GPUs for one model, guided decoding, adapters, images, quantised weights
-# from checkpoints, an HTTP server.
+# from checkpoints.
 #
 # ## Where a name misleads
 #
@@ -115,4 +115,5 @@ for flag in (word for word in command.split() if word.startswith("--")):
     print(flag, "->", *(f"{name.idea}, chapter {name.chapter}" for name in lines or []), sep=" ")
 
 # %% [markdown]
-# [How these pages are made](README.md) · before: [11 · Diagnose](11_diagnose.ipynb)
+# [How these pages are made](README.md) · before: [11 · Diagnose](11_diagnose.ipynb) · next:
+# [13 · Lab: a live server](13_lab_live_server.ipynb)

@@ -107,7 +107,8 @@ def test_over_the_bound_of_the_queue_a_request_is_refused_and_told_to_come_again
         server.until(lambda: (server.engine.stats().running, server.engine.stats().waiting) == (2, 1))
         answer = server.post(prompt="hello")
         assert answer.status_code == 429 and answer.headers["retry-after"]
-        assert answer.json()["error"]["code"] == "queue_full" and "1 requests wait" in answer.json()["error"]["message"]
+        error = answer.json()["error"]
+        assert error["code"] == "queue_full" and "1 requests wait already" in error["message"]
         held[0].close()
         server.until(lambda: server.engine.stats().waiting == 0)
         held.append(connect(server, LONG))  # there is room again
