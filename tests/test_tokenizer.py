@@ -498,3 +498,11 @@ def test_smollm2_agrees_with_transformers(smollm2, smollm2_dir):
     for generation in (True, False):
         rendered = theirs.apply_chat_template(messages, add_generation_prompt=generation, tokenize=False)
         assert smollm2.render(messages, generation) == rendered
+
+
+def test_a_long_text_is_cut_as_a_short_one_is(monkeypatch):
+    tokenizer = Tokenizer(byte_level_tokenizer(), {}, "toy")
+    text = "hello world é 😀 <eos> " * 20
+    short = tokenizer.encode(text)
+    monkeypatch.setattr("minillm.load.tokenizer.LONG_TEXT", 10)
+    assert tokenizer.encode(text) == short

@@ -23,6 +23,8 @@ from minillm.load.fields import Fields, naming_damage, read_json, read_text, ref
 from minillm.load.gguf_file import GGUFFile
 from minillm.load.source import DEFAULT, ModelNotFound, locate, model_name
 
+LONG_TEXT = 20_000  # characters
+
 
 def load_tokenizer(name: str | os.PathLike = DEFAULT) -> Tokenizer:
     """The tokenizer of the model that `load_model` loads by the same name.
@@ -126,6 +128,8 @@ class Tokenizer:
         except UnicodeEncodeError:
             raise ValueError(f"{text!r} cannot be written in UTF-8") from None
         with naming_damage(f"the tokenizer of {self.name}"):
+            if len(text) > LONG_TEXT:  # takes seconds: only a batch lets Python's other threads run meanwhile
+                return self.backend.encode_batch([text], add_special_tokens=False)[0].ids
             return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:

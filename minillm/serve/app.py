@@ -103,7 +103,7 @@ class Server:
 
     async def health(self, request: Request) -> Response:
         """/health: 200 while the engine's thread lives."""
-        return Response(status_code=200 if self.thread.thread.is_alive() else 503)
+        return Response(status_code=503 if self.thread.stopped else 200)
 
     async def metrics(self, request: Request) -> Response:
         """/metrics, in Prometheus' text format."""

@@ -103,13 +103,19 @@ class EngineThread:
     # -- on the engine's thread -------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self.stopped:
-            self._take_calls(wait=not self.engine.has_work)
-            if self.engine.has_work:
-                self._deliver(self._step())
-        self._take_calls(wait=False)
-        self._give_up(list(self.engine.unfinished))
-        self._deliver(self.engine.events)
+        try:
+            while not self.stopped:
+                self._take_calls(wait=not self.engine.has_work)
+                if self.engine.has_work:
+                    self._deliver(self._step())
+            self._give_up(list(self.engine.unfinished))
+        except Exception:
+            log.exception("the engine's thread has failed: the server must be started anew")
+        finally:
+            self.closing = self.stopped = True
+            self._take_calls(wait=False)
+            now = self.engine.clock.now()
+            self._hand_out([TokenEvent(request_id, [], "", True, "abort", now) for request_id in self.answers])
 
     def _take_calls(self, wait: bool) -> None:
         """Make the calls that have come; if there is nothing else to do, wait for one."""
@@ -141,8 +147,11 @@ class EngineThread:
             self.engine.abort(request_id)
 
     def _deliver(self, events: list[TokenEvent]) -> None:
-        """Put events into the outboxes of their requests, in one call to the event loop."""
         self.metrics.observe(events)
+        self._hand_out(events)
+
+    def _hand_out(self, events: list[TokenEvent]) -> None:
+        """Put events into the outboxes of their requests, in one call to the event loop."""
         mine = [(self.answers[event.request_id], event) for event in events if event.request_id in self.answers]
         if mine:
             with suppress(RuntimeError):  # the event loop has been closed

@@ -17,6 +17,7 @@ from minillm.load.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as the API says; a chat may fill the context
 DEFAULT_TEMPERATURE = 1.0
+MOST_STOPS = 16
 MEANT_HERE = {
     "model", "stream", "stream_options", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop",
     "stop_token_ids", "ignore_eos",
@@ -39,6 +40,8 @@ class ApiError(Exception):
                  param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
+        # half a surrogate pair, which JSON can hold and UTF-8 cannot, would come back out of the body
+        message, param = (text and text.encode(errors="replace").decode() for text in (message, param))
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -115,12 +118,14 @@ def read_messages(fields: dict, tokenizer: Tokenizer) -> list[int]:
 
 def read_params(fields: dict, most: int) -> SamplingParams:
     """How to sample. RequestError, of SamplingParams itself, names a value that cannot be meant."""
-    top_k = fields.get("top_k")
+    top_k, stop = fields.get("top_k"), fields.get("stop", ())
+    if isinstance(stop, list) and len(stop) > MOST_STOPS:  # each is looked for at every token, in everybody's step
+        raise ApiError(400, f"{len(stop):,} stop strings; at most {MOST_STOPS}", param="stop")
     return SamplingParams(
         max_tokens=fields.get("max_completion_tokens", fields.get("max_tokens", most)),
         temperature=fields.get("temperature", DEFAULT_TEMPERATURE),
         top_k=None if top_k in (0, -1) else top_k,  # vLLM's ways to keep all
-        top_p=fields.get("top_p"), seed=fields.get("seed"), stop=fields.get("stop", ()),
+        top_p=fields.get("top_p"), seed=fields.get("seed"), stop=stop,
         stop_ids=fields.get("stop_token_ids"), ignore_eos=fields.get("ignore_eos", False),
     )
 

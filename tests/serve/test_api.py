@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 from tiny import tiny_model
@@ -219,3 +220,48 @@ def test_defaults_are_those_of_the_api():
 
     asked = read_body({"prompt": "a"}, False, "toy", TOKENIZER, 256)
     assert asked.params == SamplingParams(max_tokens=16, temperature=1.0) and not asked.stream
+
+
+# -- bodies at random -----------------------------------------------------------------------------
+
+VALUES = [
+    None, True, False, 0, 1, -1, 7, 2.5, -0.0, 10**30, -(10**30), 1e308, float("nan"), float("inf"), "", "a", "hello",
+    "7", "\ud800", "\u2028", "<eos>", "x" * 5000, [], [1], [1, 2], [3.5], [None], [[]], [[5, 6]], ["a"], ["a", 5],
+    [True], {}, {"a": 1}, {"role": "user"}, {"role": "user", "content": "hi"}, [{"role": "user", "content": "hi"}],
+    [{"role": "\ud800", "content": [{"type": "text", "text": "a"}]}], [{"role": 5, "content": None}], ["a"] * 40,
+    [[[[1]]]], {"include_usage": True}, {"include_usage": 5}, {"type": "text"},
+]
+NAMES = sorted({
+    "prompt", "messages", "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature",
+    "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos", "n", "best_of", "echo", "logprobs", "logit_bias",
+    "tools", "response_format", "user", "suffix", "unknown", "\ud800", "",
+})
+
+
+def test_a_body_at_random_is_answered_or_refused_in_the_api_s_shape():
+    draw, answered = random.Random(0), 0
+    with running(tiny_engine(max_context=64)) as server:
+        for _ in range(3_000):
+            path = draw.choice(["completions", "chat/completions"])
+            body = {"prompt": "hello"} if path == "completions" else dict(CHAT)
+            body |= {"max_tokens": 3}
+            body |= {draw.choice(NAMES): draw.choice(VALUES) for _ in range(draw.randint(0, 3))}
+            content = json.dumps(body).encode()
+            if draw.random() < 0.1:
+                at = draw.randrange(len(content))
+                content = content[:at] + draw.randbytes(2) + content[at + draw.randrange(4) :]
+            answer = server.http.post(f"/v1/{path}", content=content, headers={"Content-Type": "application/json"})
+            answered += answer.status_code == 200
+            if answer.status_code != 200:
+                assert answer.status_code in (400, 404), (content, answer.text)
+                assert answer.json()["error"]["type"] == "invalid_request_error" and answer.json()["error"]["message"]
+        server.at_rest()
+    assert 500 < answered < 2_500
+
+
+def test_a_thread_that_fails_leaves_nobody_waiting(monkeypatch):
+    with running() as server:
+        monkeypatch.setattr(server.thread.metrics, "observe", lambda events: 1 / 0)
+        assert server.post(prompt="hello").status_code == 503
+        assert server.http.get("/health").status_code == 503
+        assert server.post(prompt="hello").json()["error"]["code"] == "shutting_down"
