@@ -38,6 +38,7 @@ from minillm.course.show.live import progress
 from minillm.course.show.recorded import ledger, recorded
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
+from minillm.course.show.widgets import arrival_explorer
 from minillm.measure.measurement import device_name
 from minillm.measure.virtual import CostModel, virtual_engine
 from minillm.measure.workload import WorkItem, chat, play
@@ -179,6 +180,14 @@ service_plots.over_time({name: records for name, records in runs.items() if "ope
 # They belong together. Few rows and an empty queue: there is no work. Few rows and a full queue: something stops
 # requests from joining, memory or a limit. Many rows and a growing queue: the machine is simply full.
 #
+# Try other rates. This is **virtual time**: the real scheduler and records, with steps as long as an A100's data sheet
+# says (chapter 0), so that seconds cost nothing and the figures are the same everywhere. With a running kernel the
+# slider moves. From which rate on does the queue no longer come back to zero?
+
+# %%
+arrival_explorer(40 if QUICK else 120)
+
+# %% [markdown]
 # ## Little's law
 #
 # If λ requests arrive a second and each stays W seconds, then L = λ W are present on average. No assumption about
@@ -221,8 +230,7 @@ reveal("requests present in the closed loop", closed["mean_present"])
 #
 # Somebody sends a prompt of 60,000 tokens, and this server reads it in one step (no chunks; chapter 3). Everybody
 # stands still for seconds. We serve the same chats around it twice, in a closed loop of eight clients and in an open
-# loop at the same rate. This is **virtual time**: the real scheduler and records, with steps as long as an A100's data
-# sheet says (chapter 0), so that seconds cost nothing and the figures are the same everywhere.
+# loop at the same rate, in virtual time.
 #
 # How many times the closed loop's p90 of the time to first token is the open loop's? Less than one, if you expect it to
 # be shorter.

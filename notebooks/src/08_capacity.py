@@ -356,8 +356,8 @@ capacity_plots.step_parts(
 # %%
 # NBVAL_CHECK_OUTPUT
 for context, knee in bends.items():
-    print(f"{context:>6,} tokens each: arithmetic takes longer than the weights from {knee.arithmetic} rows on, keys and "
-          f"values from {knee.cache}; memory ends at {knee.memory}")
+    print(f"{context:>6,} tokens each: arithmetic takes longer than the weights from {knee.arithmetic} rows on, "
+          f"keys and values from {knee.cache}; memory ends at {knee.memory}")
 small_bends = [capacity_plots.knees(here, context) for context in here.contexts()]
 print("SmolLM2, on any device: keys and values take longer than the weights from",
       ", ".join(f"{knee.cache} rows of {context:,} tokens" for context, knee in

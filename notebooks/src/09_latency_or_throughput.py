@@ -40,6 +40,7 @@ from minillm.course.show.live import progress
 from minillm.course.show.recorded import ledger, recorded
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
+from minillm.course.show.widgets import pools_explorer
 from minillm.measure import fleet
 from minillm.measure.capacity import GB
 from minillm.measure.measurement import MEASUREMENTS, Measurement
@@ -205,8 +206,13 @@ print("now people's p99 to the first token is longer with pools:", apart_noon["t
 
 # %% [markdown]
 # Half of the hardware has little to do while people queue at the other half. A cut must follow the traffic, or leave
-# room.
-#
+# room. With a running kernel these move: how many of the four GPUs are kept for people, and how many people come a
+# second. Where does each cut begin to lose?
+
+# %%
+pools_explorer(40 if QUICK else 100)
+
+# %% [markdown]
 # ## Caps
 #
 # Somebody allows answers of 8,000 tokens, "to be safe". Most end long before. The server has 12 GB for its cache. What

@@ -173,10 +173,10 @@ reveal("tokens/s of 111 rows at most", of_paged["most_tokens_per_s"])
 
 # %% [markdown]
 # Three findings. The second set-up's tokens per second are nearly all that the memory can deliver, which no engine
-# reaches. The static batch's lie far below what eight rows allow, so "9.2 times" mixes two things: a larger batch, and a
-# slow baseline. And the third set-up reads as many bytes as the second, for twice the rows: its floor allows twice the
-# tokens per second, at steps that are no longer. Its arithmetic takes a fraction of the time of its reading. If there is
-# a bend between the second and the third, compute does not make it.
+# reaches. The static batch's lie far below what eight rows allow, so "9.2 times" mixes two things: a larger batch, and
+# a slow baseline. And the third set-up reads as many bytes as the second, for twice the rows: its floor allows twice
+# the tokens per second, at steps that are no longer. Its arithmetic takes a fraction of the time of its reading. If
+# there is a bend between the second and the third, compute does not make it.
 #
 # **Which gauge reads 31 and 78 %?** If steps follow one another, the time in use is all of it, in any of the three.
 # What share of the bandwidth, and of the arithmetic, do their tokens per second need? Guess for 8 rows and for 111.
@@ -359,8 +359,8 @@ print(f"{full['rows']} people at 8 bits wait as long for a token as {sixteen['ro
       abs(full["step"] / sixteen["step"] - 1) < 0.03)
 print(f"{few_at_eight['rows']} people at 8 bits wait less than 0.7 times as long:",
       few_at_eight["step"] < 0.7 * sixteen["step"])
-print(f"the arithmetic of {full['rows']} rows takes {full['arithmetic'] / (full['weights'] + full['cache']):.0%} of the "
-      "time of their reading")
+print(f"the arithmetic of {full['rows']} rows takes {full['arithmetic'] / (full['weights'] + full['cache']):.0%} "
+      "of the time of their reading")
 
 # %%
 reveal("step of the full 8-bit cache over the 16-bit one, times", full["step"] / sixteen["step"])
@@ -370,9 +370,9 @@ reveal("step of the full 8-bit cache over the 16-bit one, times", full["step"] /
 # The weights are read once for all rows, and their share of a row shrinks with the batch. The cache is not shared: each
 # row brings its own to be read. So from some tens of rows on the step grows with the rows, and tokens per second
 # flatten towards the bandwidth over the bytes of one row's cache. **This is the bend: the reading of keys and values,
-# which a batch does not share.** It is not compute: the arithmetic of the fullest batch is done long before the reading.
-# And half the bytes of a key move the bend out by a factor of two, which is why the third set-up makes nearly twice the
-# tokens here, at the same latency:
+# which a batch does not share.** It is not compute: the arithmetic of the fullest batch is done long before the
+# reading. And half the bytes of a key move the bend out by a factor of two, which is why the third set-up makes nearly
+# twice the tokens here, at the same latency:
 
 # %%
 one, two = at_paged, at_eight_bits

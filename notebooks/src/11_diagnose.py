@@ -222,8 +222,8 @@ crowd = every_cure("crowd")
 
 # %% [markdown]
 # The rows lie on the line of `max_batch`, and hold hardly any of the cache: the limit is a setting. All requests were
-# there at the start, so the queue only falls, one for each answer; what is wrong is not that it grows, but that it falls
-# at the speed of eight rows. This is the case of "three where forty would fit".
+# there at the start, so the queue only falls, one for each answer; what is wrong is not that it grows, but that it
+# falls at the speed of eight rows. This is the case of "three where forty would fit".
 #
 # Speculation cures here too where the text repeats itself: at eight rows the arithmetic units are mostly idle. At 256
 # rows they would not be (chapter 6). On chats it helps little, and the trained drafter makes it worse.

@@ -105,9 +105,9 @@ print(recorded("bench_servers", SERVERS))
 
 # %% [markdown]
 # This is not like for like. minillm ran inside the client's own process, and the others answered over HTTP, which is in
-# their times. And llama.cpp read weights of 4 bits, the others of 32: fewer bytes for each token, and more arithmetic to
-# unpack them. So the table says what a user of each would have waited on that machine, and not which engine is quicker.
-# `minillm measure beside_llama_cpp` compares weights of 4 bits with weights of 4 bits, in turns on one clock:
+# their times. And llama.cpp read weights of 4 bits, the others of 32: fewer bytes for each token, and more arithmetic
+# to unpack them. So the table says what a user of each would have waited on that machine, and not which engine is
+# quicker. `minillm measure beside_llama_cpp` compares weights of 4 bits with weights of 4 bits, in turns on one clock:
 
 # %%
 BESIDE = {"engine": "engine", "weights": "weights", "streams": "streams", "tokens_per_s": "tokens/s",

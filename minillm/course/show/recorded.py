@@ -27,6 +27,8 @@ def recorded(
     parts = [f"{heading(run)}\n{table}" for run, table in zip(runs, tables, strict=True)]
     if name_gpu and not any(on_gpu(run) for run in runs):
         parts.append(f"No GPU run of {experiment!r} is recorded yet, so none is shown.")
+    if not runs and not name_gpu:
+        parts.append(f"No run of {experiment!r} is recorded yet: `minillm measure {experiment}` makes one.")
     return "\n\n".join(parts)
 
 

@@ -292,7 +292,7 @@ def frontier(rows: Sequence[Mapping], label: str, x: str, y: str, title: str, **
         ax = axes[0, 0]
         ax.plot([row[x] for row in rows], [row[y] for row in rows], marker="o", color=COLOURS[0])
         for row in rows:
-            ax.annotate(row[label], (row[x], row[y]), xytext=(-7, 5), textcoords="offset points", fontsize=10, ha="right")
+            ax.annotate(row[label], (row[x], row[y]), xytext=(-7, 5), textcoords="offset points", ha="right", size=10)
         ax.set(xlim=(0, None), ylim=(0, 1.15 * max(row[y] for row in rows)), **axes_labels)
         ax.grid(color=LIGHT)
         for axis in (ax.xaxis, ax.yaxis):
