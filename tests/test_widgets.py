@@ -138,7 +138,7 @@ def test_a_cure_is_said_with_what_it_does_to_the_complaint():
 
 
 def test_the_pools_say_whether_they_are_better_for_people():
-    calm, noon = (explore_service.pools_at(2, rate, 60).get_suptitle() for rate in (8, 90))
+    calm, noon = (explore_service.pools_at(2, rate, 120).get_suptitle() for rate in (8, 90))
     assert "times shorter with pools of 2 and 2" in calm.replace("\n", " ")
     assert "times longer with pools of 2 and 2" in noon.replace("\n", " ")
 

@@ -210,7 +210,7 @@ print("now people's p99 to the first token is longer with pools:", apart_noon["t
 # second. Where does each cut begin to lose?
 
 # %%
-pools_explorer(40 if QUICK else 100)
+pools_explorer(40 if QUICK else 200)
 
 # %% [markdown]
 # ## Caps

@@ -111,7 +111,7 @@ print(recorded("bench_servers", SERVERS))
 
 # %%
 BESIDE = {"engine": "engine", "weights": "weights", "streams": "streams", "tokens_per_s": "tokens/s",
-          "itl_p50_ms": "ITL p50, ms", "times_llama_cpp": "times llama.cpp"}
+          "ms_between_tokens": "ms between tokens", "times_llama_cpp": "times llama.cpp"}
 print(recorded("beside_llama_cpp", BESIDE, name_gpu=False))
 
 # %%

@@ -87,7 +87,7 @@ def row_of(
     rates, theirs = ([decode_rate(lives) for lives in each] for each in (turns, beside))
     return {
         "engine": who[0], "weights": who[1], "streams": streams, "read_mb": read_mb,
-        **spread_columns("tokens_per_s", rates), "itl_p50_ms": 1e3 * streams / median(rates),
+        **spread_columns("tokens_per_s", rates), "ms_between_tokens": 1e3 * streams / median(rates),
         **spread_columns("times_llama_cpp", [own / other for own, other in zip(rates, theirs, strict=True)]),
         "turns": len(turns),
     }
@@ -111,6 +111,7 @@ def llama_cpp_server(setting: Setting, streams: int, tokens: int) -> Iterator[tu
         file = gguf_file()
         settings = xllamacpp.CommonParams()
         settings.model.path, settings.port, settings.warmup = str(file), 0, True
+        settings.verbosity = 1  # errors; else it prints lines for every request
         settings.n_parallel, settings.n_ctx = streams, streams * (tokens + 64)
         settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
         server = xllamacpp.Server(settings)

@@ -15,7 +15,7 @@ from minillm.course.show.tables import cell
 from minillm.measure.service import Service
 
 NO_CURE = "as it is"
-JOBS = 24  # handed in at the start, beside people's requests
+JOBS = 12  # handed in at the start, beside people's requests
 
 
 def cure_at(case: str, cure: str = NO_CURE, requests: int = 120) -> Figure:
@@ -42,7 +42,7 @@ def arrivals_at(per_s: float, requests: int = 120) -> Figure:
     return service_plots.over_time({"run": served.records}, title)
 
 
-def pools_at(for_people: int, per_s: float, people: int = 100) -> Figure:
+def pools_at(for_people: int, per_s: float, people: int = 200) -> Figure:
     """Four GPUs as one mixed pool, and as two; for_people: how many of the four are kept for people's requests."""
     mixed, apart = service.mixed_and_pools(*service.two_kinds(people, per_s, JOBS), for_people=for_people)
     better = mixed["ttft_p99_s"] / apart["ttft_p99_s"]

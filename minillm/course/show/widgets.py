@@ -146,7 +146,7 @@ def arrival_explorer(requests: int = 120) -> Panel:
     )
 
 
-def pools_explorer(people: int = 100) -> Panel:
+def pools_explorer(people: int = 200) -> Panel:
     """Four GPUs: how many are kept for people, and how many people come."""
     return Panel(
         "pools", lambda for_people, per_s: explore_service.pools_at(for_people, per_s, people),
