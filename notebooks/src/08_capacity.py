@@ -313,7 +313,8 @@ a100 = CostModel.of_device("a100-80gb", llama)
 
 def throughput(context, most):
     """(requests, tokens per second) from one request to as many as fit."""
-    rows = [*(n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if n < most), most]
+    rows = sorted({*(1, 2, 4, 8, 16, 32, 64, 256, 512), *(found.fits for found in curve.values())})
+    rows = [n for n in rows if n <= most]
     return rows, [n / a100.seconds(StepShape.decode([context] * n)) for n in rows]
 
 
@@ -369,8 +370,9 @@ print("SmolLM2, on any device: keys and values take longer than the weights from
 # where this package's engine ends by itself, and the fixed part is what one measured step of one row takes beyond
 # reading and multiplying (chapter 0).
 #
-# - **Arithmetic overtakes the weights.** This is the knee that most texts mean. It takes short contexts, where many
-#   rows fit. A faster multiplier, or fewer tokens fed, moves it.
+# - **Arithmetic overtakes the weights.** This is the knee that most texts mean. On a GPU it takes short contexts, where
+#   many rows fit; a CPU multiplies slowly for what it reads, and meets it sooner. A faster multiplier, or fewer tokens
+#   fed, moves it.
 # - **Keys and values overtake the weights.** A batch does not share them, so from here on more rows hardly mean more
 #   tokens per second. Only fewer bytes a token move it: shorter contexts, grouped heads, fewer bits.
 # - **Memory ends.** With long contexts this comes soonest after the second. More memory, or again fewer bytes a token.

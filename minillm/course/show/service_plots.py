@@ -97,8 +97,8 @@ def over_time(
         parts = [f"{metrics.batch(records)['mean_rows']:.1f} rows on average, "
                  + (f"up to {most} waiting" if (most := records.peaks["waiting"]) else "nobody waiting")
                  for records in runs.values()]
-        title = ";  ".join(f"{name}: {part}" for name, part in zip(runs, parts, strict=True))
-        title = title if len(runs) > 1 else parts[0]
+        named = (f"{name}: {part}" for name, part in zip(runs, parts, strict=True))
+        title = ";  ".join(named if len(runs) > 1 else parts)
     panels = panels_of(runs)
     with drawing(len(panels), len(runs), size=(max(7, 5 * len(runs)), 1 + 1.5 * len(panels)), sharex="all",
                  sharey="row") as (figure, axes):
@@ -203,8 +203,7 @@ def cache_share(step: StepRecord) -> float:
 
 def presence(records: Records) -> Figure:
     """How many requests were in the system, over time; the area is the time that all of them spent there."""
-    law = littles_law(lives(records))
-    steps = number_present(lives(records))
+    law, steps = littles_law(lives(records)), number_present(lives(records))
     title = (f"{law['rate_per_s']:.3g} requests a second, each staying {law['mean_stay_s']:.3g} s: "
              f"{law['mean_present']:.3g} are present on average")
     with drawing(size=(9, 3.6)) as (figure, axes):
@@ -230,26 +229,26 @@ def latency_distributions(runs: Mapping[str, Sequence[RequestRecord]], gaps: boo
     tails = {name: metrics.latencies(requests)["ttft_s"] for name, requests in runs.items()}
     title = "Time to first token, p50 and p90:  " + ";  ".join(
         f"{name}: {found['p50']:.2g} and {found['p90']:.2g} s" for name, found in tails.items())
-    labels = ("time to first token, s", "time between two steps' tokens, s")[: 1 + gaps]
-    with drawing(1, len(labels), size=(10, 4.4), sharey=True) as (figure, axes):
+    with drawing(1, 1 + gaps, size=(10, 4.4), sharey=True) as (figure, axes):
         for number, (name, requests) in enumerate(runs.items(), start=1):
             first = [record.first_token - record.arrival for record in requests]
             between = [gap for record in requests for gap in metrics.step_gaps(record)[0]]
+            counts = [f"{len(first):,} requests", f"{len(between):,} gaps"][: 1 + gaps]
             for ax, values in zip(axes[0], (first, between), strict=False):
                 xs, ys = shares(values)
-                ax.step(xs, ys, where="post", color=plots.colour(number), label=f"{name} (n = {len(values):,})",
+                ax.step(xs, ys, where="post", color=plots.colour(number), label=f"{name} (n = {', '.join(counts)})",
                         linestyle=("-", "--", "-.")[(number - 1) % 3])
                 marks = [50] + [99] * (len(values) >= metrics.ENOUGH_FOR_P99)
                 ax.plot([metrics.percentile(values, mark) for mark in marks], [mark / 100 for mark in marks], "o",
                         color=plots.colour(number))
-        for ax, label in zip(axes[0], labels, strict=True):
+        for ax, label in zip(axes[0], ("time to first token, s", "time between two steps' tokens, s"), strict=False):
             ax.set(xscale="log", xlabel=label, ylim=(0, 1.02))
             shortest, longest = ax.get_xlim()
             ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if longest < 30 * shortest else (1,)))
             ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
             ax.xaxis.set_minor_formatter(NullFormatter())
             ax.grid(color=LIGHT)
-            ax.legend(fontsize=9, loc="lower right")
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
         axes[0, 0].set_ylabel("share that is no longer (dots: p50, p99)")
         axes[0, 0].yaxis.set_major_formatter(PercentFormatter(1))
         headline(figure, title)
