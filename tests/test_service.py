@@ -341,6 +341,28 @@ def test_a_picture_of_a_run_has_a_line_at_its_limit_and_no_axis_for_a_queue_that
     assert "max_batch 64, far above" in {text.get_text() for text in free["rows in a step"].texts}
 
 
+def test_runs_side_by_side_have_one_time_axis():
+    """The longer run's; and labels of a frontier stay inside its axes."""
+    short, long = (Service(SECOND).serve(items(*moments)).records for moments in ((0.0,), (0.0, 9.0)))
+    axes = service_plots.over_time({"short": short, "long": long}).axes
+    assert len({ax.get_xlim() for ax in axes}) == 1 and axes[0].get_xlim()[1] >= long.ended - long.began
+    found = ((1, 90, 4), (64, 1400, 16), (256, 2000, 51))
+    rows = [{"clients": clients, "speed": speed, "wait": wait} for clients, speed, wait in found]
+    figure = service_plots.frontier(rows, "clients", "speed", "wait", "title", xlabel="tokens/s", ylabel="s")
+    figure.draw_without_rendering()
+    box = figure.axes[0].get_window_extent()
+    for text in figure.axes[0].texts:
+        at = text.get_window_extent()
+        assert box.x0 <= at.x0 and at.x1 <= box.x1 and box.y0 <= at.y0 and at.y1 <= box.y1, text.get_text()
+
+
+def test_gaps_are_drawn_where_they_say_something():
+    records = Service(SECOND).serve(items(0.0, 0.5, 1.0)).records
+    both, first = (service_plots.latency_distributions({"all": records.requests}, gaps) for gaps in (True, False))
+    assert [ax.get_xlabel()[:13] for ax in both.axes] == ["time to first", "time between "]
+    assert [ax.get_xlabel()[:13] for ax in first.axes] == ["time to first"]
+
+
 @pytest.mark.parametrize(("most", "top"), [(0.004, 0.0048), (0.014, 0.0168), (0.15, 1), (0.97, 1), (0.0, 1)])
 def test_a_cache_of_which_little_is_held_has_an_axis_of_its_own(most, top):
     assert service_plots.top_of_axis(service_plots.cache_share, most) == pytest.approx(top)

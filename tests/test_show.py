@@ -292,6 +292,15 @@ def test_a_gpu_run_is_shown_with_its_provenance(tmp_path):
     assert heading(Measurement("bench_servers", servers, [])) == "NVIDIA A100, 2026-01-02, commit cccccccccc"
 
 
+def test_a_page_may_say_but_once_that_no_gpu_run_is_recorded(tmp_path):
+    Measurement("step_time", replace(GPU, device="Some CPU", driver="Linux"), [{"rows": 8}]).save(tmp_path)
+    assert "No GPU run" in recorded("step_time", {"rows": "rows"}, tmp_path)
+    once = recorded("step_time", {"rows": "rows"}, tmp_path, name_gpu=False)
+    assert "No GPU" not in once and "Some CPU" in once
+    assert recorded("knee", {"rows": "rows"}, tmp_path, name_gpu=False) == (
+        "No run of 'knee' is recorded yet: `minillm measure knee` makes one.")
+
+
 # --- the ledger on a page ---------------------------------------------------------------------------------------
 
 

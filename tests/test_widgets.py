@@ -13,9 +13,10 @@ import pytest
 from tiny import tiny_model
 
 from minillm import Engine, SamplingParams
+from minillm.course import diagnose
 from minillm.course.experiments import common
 from minillm.course.experiments.speculation import ReplayProposer
-from minillm.course.show import explore, plots, widgets
+from minillm.course.show import explore, explore_service, plots, widgets
 from minillm.ladder.speculative import NgramProposer, Speculator
 from minillm.load.config import ModelConfig
 from minillm.measure import metrics
@@ -115,6 +116,31 @@ def test_every_control_of_every_panel_reaches_its_ends(records):
                 control.value = value
                 assert is_png(panel)
         panel.close()
+
+
+@pytest.mark.parametrize("make", [
+    lambda: widgets.cure_chooser("crowd", 12), lambda: widgets.arrival_explorer(6), lambda: widgets.pools_explorer(6),
+], ids=["cure", "arrivals", "pools"])
+def test_the_controls_of_a_service_reach_their_ends_and_have_a_static_twin(make):
+    panel = make()
+    assert "image/png" in panel._repr_mimebundle_()
+    for control in panel.controls.values():
+        for value in (ends(control)[0], ends(control)[-1]):
+            control.value = value
+            assert is_png(panel)
+    panel.close()
+
+
+def test_a_cure_is_said_with_what_it_does_to_the_complaint():
+    rows, _ = diagnose.diagnose("crowd", ["a larger batch"], 12)
+    said = explore_service.cure_sentence("crowd", rows)
+    assert said.startswith("a larger batch: tokens_per_s from ") and said.endswith(f"it {rows[1]['effect']}")
+
+
+def test_the_pools_say_whether_they_are_better_for_people():
+    calm, noon = (explore_service.pools_at(2, rate, 120).get_suptitle() for rate in (8, 90))
+    assert "times shorter with pools of 2 and 2" in calm.replace("\n", " ")
+    assert "times longer with pools of 2 and 2" in noon.replace("\n", " ")
 
 
 def test_the_schedules_sentence_counts_the_rows_of_its_step(records):

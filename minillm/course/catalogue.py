@@ -96,6 +96,7 @@ EXPERIMENTS = {
                    ("D2", "D4", "D5", "D6"), 45, "WEIGHT_TABLES"),
         Experiment("weight_speed", "formats", "weight formats: a decode step, and room for cache",
                    ("D3", "D6"), 15),
+        Experiment("beside_llama_cpp", "llama_cpp", "4-bit weights here and in llama.cpp, in turns", (), 8),
         Experiment("kv_concurrency", "formats", "KV formats in the same bytes: requests at once, speed",
                    (), 10),
         Experiment("out_of_cache", "memory", "a server that refuses while it computes little", ("C4",), 2,

@@ -17,7 +17,7 @@ from minillm.course.experiments import batching, example, overhead
 from minillm.course.experiments import ladder as rungs
 from minillm.course.grading import classroom, handout, report
 from minillm.course.grading.text import printable, say
-from minillm.course.setting import Setting
+from minillm.course.setting import NotHere, Setting
 from minillm.course.show.live import ticking
 from minillm.course.show.output import bar, say_if_busy, write, write_json
 from minillm.course.show.recorded import heading
@@ -71,6 +71,9 @@ def _run_all(arguments, names: list[str], root: Path) -> tuple[list[Measurement]
             with ticking(_so_far(number, names, began)):
                 outcome = catalogue.run_experiment(name, setting)
             path = outcome.measurement.save(root)
+        except NotHere as reason:
+            print(f"{name} is left out: {reason}\n")
+            continue
         except Exception as error:  # one that fails must not take the others with it
             failed[name] = f"{type(error).__name__}: {error}"
             print(f"{name} failed: {failed[name]}\n", file=sys.stderr)

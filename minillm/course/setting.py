@@ -22,6 +22,10 @@ GPU_MODEL = "random:llama-3-8b"  # on a GPU the default model is too small to be
 Item = TypeVar("Item")
 
 
+class NotHere(RuntimeError):
+    """What an experiment needs is not on this machine; the message says what, and how to get it."""
+
+
 class _Silent:
     """A progress bar that shows nothing."""
 

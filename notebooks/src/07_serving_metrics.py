@@ -9,7 +9,7 @@
 # - what a percentile says, and from how many values on;
 # - why a load test may report fine latencies while people wait;
 # - a law that ties throughput, latency and batch together, exactly;
-# - why "GPU utilisation 98 %" tells you nothing about useful work.
+# - why a high "GPU utilisation" tells you nothing about useful work.
 #
 # **To run this page**: `make lab` in the repository, or `pip install -e ".[lab]"` and open the notebook.
 
@@ -33,10 +33,12 @@ from minillm.course.experiments import limits, service
 from minillm.course.figures import flat
 from minillm.course.setting import Setting
 from minillm.course.show import service_plots
+from minillm.course.show.guesses import guess, guesses, reveal
 from minillm.course.show.live import progress
 from minillm.course.show.recorded import ledger, recorded
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
+from minillm.course.show.widgets import arrival_explorer
 from minillm.measure.measurement import device_name
 from minillm.measure.virtual import CostModel, virtual_engine
 from minillm.measure.workload import WorkItem, chat, play
@@ -61,7 +63,8 @@ print(device_name(model.device))
 # Predict for the *second* request: queue, TTFT, ITL, latency.
 
 # %%
-my_guess = {"queue": None, "TTFT": None, "ITL": None, "latency": None}
+for figure in ("queue", "TTFT", "ITL", "latency"):
+    guess(f"second request: {figure}, s", None)
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -74,10 +77,15 @@ for record in engine.records.requests:
     itl = metrics.step_gaps(record)[0].tolist()
     print(f"{record.request_id}: queue {queue:.0f} s, TTFT {ttft:.0f} s, ITL {itl} s, "
           f"latency {record.finish - record.arrival:.0f} s")
+print(f"of the second one's time to the first token {queue / ttft:.0%} is queue")
+
+# %%
+seen = {"queue": queue, "TTFT": ttft, "ITL": itl[0], "latency": record.finish - record.arrival}
+for figure, seconds in seen.items():
+    reveal(f"second request: {figure}, s", seconds)
 
 # %% [markdown]
-# The second one's TTFT is four times the first one's, and three quarters of it is queue. No faster prefill would help
-# it much.
+# Most of the second one's time to the first token is queue. No faster prefill would help it much.
 #
 # ## Build
 #
@@ -121,7 +129,7 @@ print(f"mean of the two p99: {averaged:.2f} s; p99 of all 1,100 requests: {of_bo
 # Predict: in which of the three is the p50 of the time to first token longest, and how many times the shortest is it?
 
 # %%
-my_guess = {"longest in": None, "times": None}
+guess("longest p50 of the TTFT over the shortest, times", None)
 
 # %%
 show_source(service.open_and_closed)
@@ -142,9 +150,10 @@ runs = service.open_and_closed(serve, items, clients=4, loads=(0.6, 1.2))
 rows = [{"run": name, "n": len(records.requests), **flat(metrics.summary(records))}
         for name, records in runs.items()]
 LATENCY = {"run": "loop", "n": "n", "tokens_per_s": "tokens/s", "queue_p50_s": "queue p50, s",
-           "ttft_p50_s": "TTFT p50, s", "ttft_p99_s": "TTFT p99, s", "itl_p50_ms": "ITL p50, ms",
-           "itl_p99_ms": "ITL p99, ms", "latency_p50_s": "latency p50, s"}
+           "ttft_p50_s": "TTFT p50, s", "latency_p50_s": "latency p50, s"}
 print(text_table(rows, LATENCY))
+medians = [row["ttft_p50_s"] for row in rows]
+reveal("longest p50 of the TTFT over the shortest, times", max(medians) / min(medians))
 
 # %%
 service_plots.request_lives(list(runs.values())[-1])
@@ -161,7 +170,8 @@ service_plots.latency_distributions({name: records.requests for name, records in
 #
 # ## What the operator sees
 #
-# Rows, duration, queue and cache, step by step:
+# Rows, duration, queue and cache, step by step. Both runs serve the same requests, and both columns have the same time
+# axis: where they come faster, the run is shorter.
 
 # %%
 service_plots.over_time({name: records for name, records in runs.items() if "open" in name})
@@ -170,6 +180,14 @@ service_plots.over_time({name: records for name, records in runs.items() if "ope
 # They belong together. Few rows and an empty queue: there is no work. Few rows and a full queue: something stops
 # requests from joining, memory or a limit. Many rows and a growing queue: the machine is simply full.
 #
+# Try other rates. This is **virtual time**: the real scheduler and records, with steps as long as an A100's data sheet
+# says (chapter 0), so that seconds cost nothing and the figures are the same everywhere. With a running kernel the
+# slider moves. From which rate on does the queue no longer come back to zero?
+
+# %%
+arrival_explorer(40 if QUICK else 120)
+
+# %% [markdown]
 # ## Little's law
 #
 # If λ requests arrive a second and each stays W seconds, then L = λ W are present on average. No assumption about
@@ -196,7 +214,7 @@ service_plots.presence(list(runs.values())[1])
 # Predict: the closed loop had four clients. How many requests were present on average?
 
 # %%
-my_guess = None
+guess("requests present in the closed loop", None)
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -204,18 +222,21 @@ closed = service.littles_law(service.lives(runs["closed, 4 clients"]))
 print("never more than its four clients:", closed["mean_present"] <= 4)
 print("and more than half of them on average:", closed["mean_present"] > 2)
 
+# %%
+reveal("requests present in the closed loop", closed["mean_present"])
+
 # %% [markdown]
 # ## Where it loses: the load test that does not see
 #
 # Somebody sends a prompt of 60,000 tokens, and this server reads it in one step (no chunks; chapter 3). Everybody
 # stands still for seconds. We serve the same chats around it twice, in a closed loop of eight clients and in an open
-# loop at the same rate. This is **virtual time**: the real scheduler and records, with steps as long as an A100's data
-# sheet says (chapter 0), so that seconds cost nothing and the figures are the same everywhere.
+# loop at the same rate, in virtual time.
 #
-# Which of the two reports the longer p90 of the time to first token, and by how much? Write it down.
+# How many times the closed loop's p90 of the time to first token is the open loop's? Less than one, if you expect it to
+# be shorter.
 
 # %%
-my_guess = None
+guess("p90 of the TTFT, open loop over closed, times", None)
 
 # %%
 show_source(service.one_long_prompt)
@@ -225,13 +246,16 @@ stalled = service.one_long_prompt(requests=60 if QUICK else 200)
 BOOK = 60_000
 others = {name: [record for record in records.requests if record.prompt_tokens < BOOK]
           for name, records in stalled.items()}
-service_plots.latency_distributions(others)
+service_plots.latency_distributions(others, gaps=False)
 
 # %%
 # NBVAL_CHECK_OUTPUT
 in_closed, in_open = (metrics.latencies(requests)["ttft_s"] for requests in others.values())
 print("the same requests were served:", in_closed["n"] == in_open["n"])
 print("the open loop's p90 is more than twice the closed one's:", in_open["p90"] > 2 * in_closed["p90"])
+
+# %%
+reveal("p90 of the TTFT, open loop over closed, times", in_open["p90"] / in_closed["p90"])
 
 # %% [markdown]
 # In the closed loop seven clients waited, and *stopped asking*. Whoever would have come in those seconds was never
@@ -246,7 +270,9 @@ print("the open loop's p90 is more than twice the closed one's:", in_open["p90"]
 # times. Guess both readings, and how many times more tokens the second makes.
 
 # %%
-my_guess = {"gauge at 1 row": None, "gauge at 64 rows": None, "times the tokens": None}
+guess("gauge at 1 row, %", None)
+guess("gauge at 64 rows, %", None)
+guess("times the tokens with 64 rows", None)
 
 # %%
 gauge = limits.utilisation(setting)
@@ -265,11 +291,17 @@ service_plots.side_by_side(
 )
 
 # %%
-print(recorded("utilisation", GAUGE))
+for name, row in (("1 row", one), ("64 rows", many)):
+    if row["busy_percent"] is not None:  # some devices have no gauge
+        reveal(f"gauge at {name}, %", row["busy_percent"])
+reveal("times the tokens with 64 rows", many["tokens_per_s"] / one["tokens_per_s"])
+
+# %%
+print(recorded("utilisation", GAUGE, name_gpu=False))
 
 # %% [markdown]
-# Watch the achieved batch instead: the mean of the rows in a step. A server that runs three rows where it could run
-# forty is the whole problem, and no gauge of busyness shows it.
+# Watch the achieved batch instead: the mean of the rows in a step. A server that runs a few rows where it could run
+# many is the whole problem, and no gauge of busyness shows it.
 
 # %%
 for name, records in runs.items():
@@ -298,6 +330,9 @@ print("watched:", ", ".join(seen))
 
 # %%
 print(ledger({"A5": gauge, "F4": service.watch(setting).rows}))
+
+# %%
+guesses()  # yours, the nearest first
 
 # %% [markdown]
 # ## What a production engine calls this

@@ -11,7 +11,7 @@
 # - what a server looks like that is out of cache, and why more room is not always more speed.
 #
 # **To run this page**: `make lab` in the repository, or `pip install -e ".[lab]"` and open the notebook. Nothing here
-# needs a GPU: counts come from the real scheduler, times from virtual time.
+# needs a GPU: counts come from the real scheduler, times from virtual time, and one picture from this machine.
 
 # %%
 # Where the package is missing, as on Colab: open this page inside a copy of the repository, and this installs it.
@@ -30,8 +30,9 @@ from dataclasses import replace
 from minillm import Engine, RequestError, SamplingParams
 from minillm.course.experiments import common, memory, service
 from minillm.course.setting import Setting
-from minillm.course.show import plots
+from minillm.course.show import capacity_plots, plots
 from minillm.course.show.explore import explore_capacity
+from minillm.course.show.guesses import guess, guesses, reveal
 from minillm.course.show.recorded import ledger
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
@@ -45,6 +46,7 @@ from minillm.measure.service import Service
 from minillm.measure.virtual import CostModel
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
+setting = Setting(quick=QUICK)
 llama = ModelConfig.preset("llama-3.1-8b")
 
 # %% [markdown]
@@ -56,7 +58,8 @@ llama = ModelConfig.preset("llama-3.1-8b")
 # How many people at once? Write it down. And how many with 8 bits per key and value?
 
 # %%
-my_guess = {"16 bits": None, "8 bits": None}
+guess("requests with 16 bits", None)
+guess("requests with 8 bits", None)
 
 # %% [markdown]
 # ## Build
@@ -76,10 +79,17 @@ for kv_format in ("bf16", "int8"):
     fits = capacity("llama-3.1-8b", 80, 16, 4, 4096, kv_format)
     print(f"{kv_format}: {fits.request_gb:.3f} GB a request, {fits.max_concurrent} at once; "
           f"the rule of thumb says {fits.rule_of_thumb}")
+own = capacity("llama-3.1-8b", 80, None, 4, 4096, "int8")
+print(f"with the {own.weights_gb:.2f} GB that Llama-3.1-8B's weights really take, int8: {own.max_concurrent}")
+
+# %%
+reveal("requests with 16 bits", capacity("llama-3.1-8b", 80, 16, 4, 4096, "bf16").max_concurrent)
+reveal("requests with 8 bits", fits.max_concurrent)
 
 # %% [markdown]
 # 8 bits are a little more than half of 16: each key and each value of 128 numbers also stores a scale, of 16 bits. So
-# the sum says 220, not 222. (Llama-3.1-8B has 8.03 billion weights, not 8. Their 16.06 GB cost one more: 219.)
+# the sum says less than the rule of thumb. (And Llama-3.1-8B has some more than 8 billion weights, which cost one
+# request.)
 #
 # ## Does the memory agree?
 #
@@ -119,7 +129,10 @@ for kv_format in ("bf16", "int8"):
 # with twice the memory.
 
 # %%
-my_guess = {"a": None, "b": None, "c": None, "d": None, "e": None}
+LEVERS = {"a": "half the context", "b": "8-bit keys and values", "c": "4-bit weights",
+          "d": "a KV head for each query head", "e": "twice the memory"}
+for name, about in LEVERS.items():
+    guess(f"({name}) {about}: times the requests", None)
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -137,6 +150,10 @@ levers = {
 }
 for change, number in levers.items():
     print(f"{change:<34} {number:>4} requests, {number / levers['as it was']:.2f} times")
+
+# %%
+for name, about in LEVERS.items():
+    reveal(f"({name}) {about}: times the requests", levers[f"({name}) {about}"] / levers["as it was"])
 
 # %% [markdown]
 # Twice the memory more than doubles it: the weights are there already. Quantised weights give little here, since the
@@ -163,11 +180,13 @@ plots.curves(
 # ## Three GPUs
 #
 # Memory decides how many fit, bandwidth how fast they are served. The same model on three GPUs, each as full as it
-# can be with 4,096 tokens for each. Predict: how many times the tokens per second of the H100 does the H200 give, which
-# has 1.76 times its memory and 1.43 times its bandwidth? And the H100 with 8-bit keys and values, of itself?
+# can be with 4,096 tokens for each. The H200 has 141 GB where the H100 has 80, and reads 4.80 TB/s where that reads
+# 3.35. Predict: how many times the tokens per second of the H100 does it give? And the H100 with 8-bit keys and values,
+# of itself with 16?
 
 # %%
-my_guess = {"H200 over H100": None, "8 bits over 16": None}
+guess("H200 over H100: times the tokens/s", None)
+guess("H100, 8 bits over 16: times the tokens/s", None)
 
 # %%
 DEVICE_NAMES = ("a100-80gb", "h100", "h200")
@@ -192,12 +211,19 @@ for device in DEVICE_NAMES:
 h100, h200 = by["h100", "bf16"], by["h200", "bf16"]
 print(f"H200 over H100: {h200['fits'] / h100['fits']:.2f} times the requests, "
       f"{h200['tokens_per_s'] / h100['tokens_per_s']:.2f} times the tokens/s")
+plain, eight = by["a100-80gb", "bf16"], by["a100-80gb", "int8"]
+print(f"A100: {eight['fits']} requests at 8 bits take {eight['step_ms'] / plain['step_ms']:.2f} times the step of "
+      f"{plain['fits']} at 16")
+
+# %%
+reveal("H200 over H100: times the tokens/s", h200["tokens_per_s"] / h100["tokens_per_s"])
+reveal("H100, 8 bits over 16: times the tokens/s", by["h100", "int8"]["tokens_per_s"] / h100["tokens_per_s"])
 
 # %% [markdown]
-# The H200 gains more than its bandwidth: its larger memory lets twice the requests share one reading of the weights.
+# The H200 gains more than its bandwidth: its larger memory lets more requests share one reading of the weights.
 #
-# Full caches of equal bytes take equal time to read: 219 requests at 8 bits cost a step what 111 cost at 16. This is
-# the second gain of a smaller cache. It holds where the kernel reads 8 bits as fast as 16, which not every kernel does.
+# Full caches of equal bytes take equal time to read, whatever number of requests they belong to. This is the second
+# gain of a smaller cache. It holds where the kernel reads 8 bits as fast as 16, which not every kernel does.
 #
 # ## A server that is out of cache
 #
@@ -206,7 +232,8 @@ print(f"H200 over H100: {h200['fits'] / h100['fits']:.2f} times the requests, "
 # of the requests does each refuse? Guess.
 
 # %%
-my_guess = {"slots": None, "pages": None, "pages, 8 bits": None}
+for setup in ("slots", "pages", "pages, 8 bits"):
+    guess(f"share refused with {setup}", None)  # 0 to 1
 
 # %%
 show_source(fleet.serve)
@@ -219,8 +246,10 @@ for name, kv, kv_format in setups:
     server = Service(kv_format=kv_format, kv=kv, kv_memory=9 * 10**9, max_waiting=8)
     loads.append({"setup": name, **service.under_load(server, items)})
 LOADS = {"setup": "cache", "refused_share": "refused, share", "cache_peak_share": "most of cache held", "mfu": "MFU",
-         "busy_share": "busy", "mean_rows": "rows", "tokens_per_s": "tokens/s", "ttft_p99_s": "TTFT p99, s"}
+         "busy_share": "busy", "tokens_per_s": "tokens/s"}
 print(text_table(loads, LOADS))
+for row in loads:
+    reveal(f"share refused with {row['setup']}", row["refused_share"])
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -258,37 +287,98 @@ print("and nothing was queued:", not engine.has_work)
 # ## Where it loses
 #
 # **Pages promise less than the sum.** The sum gives every request its full context. Pages admit a request when its
-# prompt fits, and its answer must find blocks later. So more than 111 start, and some of them are sent away again:
+# prompt fits, and its answer must find blocks later. So more start than the sum has room for, and some of them are sent
+# away again:
 
 # %%
 # NBVAL_CHECK_OUTPUT
 records = service.fill(llama, "bf16", pool_bytes, kv="paged", answer=100)
-print(f"pages: {records.peaks['rows']} at once at the peak; {records.totals['preempted']} sent away,",
-      f"and {records.totals['recomputed_tokens']:,} tokens computed twice")
+print(f"pages: {records.peaks['rows']} at once at the peak, where the sum says {fits()}; "
+      f"{records.totals['preempted']} sent away, and {records.totals['recomputed_tokens']:,} tokens computed twice")
 
 # %% [markdown]
 # **Room is not speed.** Doubling the requests doubles the throughput only as long as a step takes no longer. With
 # short contexts the cache is small beside the weights, and the bend comes late; with long ones each further request
-# costs a step its own reading time.
+# lengthens the step by the time to read its cache.
+#
+# Predict for an A100: at how many requests of 4,096 tokens does a step take twice as long as with one?
+
+# %%
+guess("requests of 4,096 tokens at which a step takes twice as long", None)
 
 # %%
 curve = {context: explore_capacity("a100-80gb", "llama-3.1-8b", context, "bf16") for context in (512, 4096)}
+a100 = CostModel.of_device("a100-80gb", llama)
+
+
+def throughput(context, most):
+    """(requests, tokens per second) from one request to as many as fit."""
+    rows = sorted({*(1, 2, 4, 8, 16, 32, 64, 256, 512), *(found.fits for found in curve.values())})
+    rows = [n for n in rows if n <= most]
+    return rows, [n / a100.seconds(StepShape.decode([context] * n)) for n in rows]
+
+
 plots.curves(
-    {f"{context:,} tokens each, {found.fits:,} fit":
-     ([n for n in found.rows if n <= 512], [v for n, v in zip(found.rows, found.tokens_per_s, strict=True) if n <= 512])
+    {f"{context:,} tokens each, {found.fits:,} fit": throughput(context, found.fits)
      for context, found in curve.items()},
     f"A step takes twice as long at {curve[512].doubled_at:,.0f} requests of 512 tokens, "
     f"and already at {curve[4096].doubled_at:,.0f} of 4,096 (A100, by its data sheet)",
-    "requests in a step", "tokens per second", log_x=True, log_y=True,
+    "requests in a step, up to where memory ends", "tokens per second", log_x=True, log_y=True,
+)
+
+# %%
+reveal("requests of 4,096 tokens at which a step takes twice as long", curve[4096].doubled_at)
+
+# %%
+# NBVAL_CHECK_OUTPUT
+most = fits()
+half, whole = (a100.seconds(StepShape.decode([4096] * n)) for n in (most // 2, most))
+print(f"from {most // 2} to {most} requests of 4,096 tokens: twice the requests, but less than 1.5 times the tokens/s:",
+      most / whole < 1.5 * (most // 2) / half)
+print("and everybody's next token comes later:", whole > half)
+
+# %% [markdown]
+# ### Three kinds of knee
+#
+# A step reads the weights, once for all rows. It reads the keys and values of each row. It multiplies, for each row.
+# And it has a fixed overhead. Only the first and the last are shared by the rows, so sooner or later something
+# overtakes them. Which, depends on the context:
+
+# %%
+sheet, here = capacity_plots.by_data_sheet(), capacity_plots.this_machine(setting)
+bends = {context: capacity_plots.knees(sheet, context) for context in sheet.contexts()}
+short, middle, long = bends.values()
+capacity_plots.step_parts(
+    {"Llama-3.1-8B, A100": sheet, "SmolLM2, this machine": here},
+    f"A100: with 512 tokens each, arithmetic overtakes the weights at {short.arithmetic} rows; with 4,096, keys and "
+    f"values do at {middle.cache}; with 16,384 at {long.cache}, and memory ends at {long.memory}",
 )
 
 # %%
 # NBVAL_CHECK_OUTPUT
-a100 = CostModel.of_device("a100-80gb", llama)
-half, whole = (a100.seconds(StepShape.decode([4096] * n)) for n in (55, 111))
-print("from 55 to 111 requests of 4,096 tokens: twice the requests, but less than 1.5 times the tokens/s:",
-      111 / whole < 1.5 * 55 / half)
-print("and everybody's next token comes later:", whole > half)
+for context, knee in bends.items():
+    print(f"{context:>6,} tokens each: arithmetic takes longer than the weights from {knee.arithmetic} rows on, "
+          f"keys and values from {knee.cache}; memory ends at {knee.memory}")
+small_bends = [capacity_plots.knees(here, context) for context in here.contexts()]
+print("SmolLM2, on any device: keys and values take longer than the weights from",
+      ", ".join(f"{knee.cache} rows of {context:,} tokens" for context, knee in
+                zip(here.contexts(), small_bends, strict=True)))
+
+# %% [markdown]
+# Upper row: the A100 reads and multiplies concurrently, so the step (black) follows the longer of the two. Lower row:
+# the cores of a CPU do one after the other, so the step is their sum; its ceilings were measured just now, memory ends
+# where this package's engine ends by itself, and the fixed part is what one measured step of one row takes beyond
+# reading and multiplying (chapter 0).
+#
+# - **Arithmetic overtakes the weights.** This is the knee that most texts mean. On a GPU it takes short contexts, where
+#   many rows fit; a CPU multiplies slowly for what it reads, and meets it sooner. A faster multiplier, or fewer tokens
+#   fed, moves it.
+# - **Keys and values overtake the weights.** A batch does not share them, so from here on more rows hardly mean more
+#   tokens per second. Only fewer bytes a token move it: shorter contexts, grouped heads, fewer bits.
+# - **Memory ends.** With long contexts this comes soonest after the second. More memory, or again fewer bytes a token.
+#
+# Where two devices share a model and a format, the second knee lies at the same number of rows: both readings run at
+# one bandwidth, and it cancels.
 
 # %% [markdown]
 # ## Claims of the ledger that this page settles
@@ -297,10 +387,12 @@ print("and everybody's next token comes later:", whole > half)
 # is measured (chapter 5).
 
 # %%
-setting = Setting(quick=QUICK)
 sums = memory.capacity_sum(setting).rows
 print(ledger({**dict.fromkeys(("C1", "C2", "C5", "C7", "C10"), sums), "C4": memory.out_of_cache(setting).rows,
               "C6": None}))
+
+# %%
+guesses()  # yours, the nearest first
 
 # %% [markdown]
 # ## What a production engine calls this

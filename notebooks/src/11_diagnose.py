@@ -29,42 +29,56 @@ if importlib.util.find_spec("minillm") is None:
 import os
 from dataclasses import replace
 
-from IPython.display import display
-
 from minillm.course import diagnose
 from minillm.course.diagnose import CASES, CURES
 from minillm.course.experiments import service
 from minillm.course.experiments.drafts import recorded_drafts
 from minillm.course.experiments.service import COST
 from minillm.course.setting import Setting
-from minillm.course.show import service_plots
+from minillm.course.show import explore_service, service_plots
+from minillm.course.show.guesses import guess, guesses, reveal
 from minillm.course.show.live import progress
 from minillm.course.show.recorded import ledger
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
+from minillm.course.show.widgets import cure_chooser
 from minillm.measure.service import Service
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 REQUESTS = 30 if QUICK else 120
-FIGURES = {"set-up": "set-up", "ttft_p50_s": "TTFT p50, s", "itl_p50_ms": "ITL p50, ms", "itl_p99_ms": "p99",
-           "latency_p50_s": "latency p50, s", "tokens_per_s": "tokens/s", "mean_rows": "rows",
-           "refused_share": "refused", "cache_peak_share": "most of cache",
-           COST: "$ a million"}
+FIGURES = {"ttft_p50_s": "TTFT p50, s", "ttft_p99_s": "TTFT p99, s", "itl_p50_ms": "ITL p50, ms",
+           "itl_p99_ms": "ITL p99, ms", "latency_p50_s": "latency p50, s", "tokens_per_s": "tokens/s",
+           "mean_rows": "rows, mean", "refused_share": "refused, share", "cache_peak_share": "most of cache held",
+           COST: "$ a million tokens"}
 
 
-def examine(case, cure=None):
-    """The complaint, the figures, and the operator's plots: as it is, and with a cure beside it."""
-    cures = [cure] if cure else []
-    rows, records = diagnose.diagnose(case, cures, REQUESTS)
+def print_figures(rows):
+    """A line for each figure, a column for each set-up."""
+    lines = [{"figure": title, **{row["set-up"]: row[name] for row in rows}} for name, title in FIGURES.items()]
+    print(text_table(lines, {"figure": "figure", **{row["set-up"]: row["set-up"] for row in rows}}))
+
+
+def examine(case):
+    """The complaint, the figures, and the operator's plots, with a list of cures to try."""
     print(CASES[case].complaint)
-    print(text_table(rows, FIGURES))
+    print_figures(diagnose.diagnose(case, requests=REQUESTS)[0])
+    return cure_chooser(case, REQUESTS)
+
+
+def guess_cure(case, times_better):
+    guess(f"{case}: times better with my cure", times_better)
+
+
+def try_cure(case, cure):
+    """The figures and the plots with a cure beside those without, and your guess beside what it does."""
     if cure:
-        print(f"{CASES[case].figure}: {rows[-1]['times_better']:.3g} times better: {cure} {rows[-1]['effect']}")
-    limits = {name: served.max_batch for name, served in diagnose.services(case, cures).items()}
-    return service_plots.over_time(records, limits=limits)
+        rows, _ = diagnose.diagnose(case, [cure], REQUESTS)
+        print_figures(rows)
+        reveal(f"{case}: times better with my cure", rows[-1]["times_better"])
+        return explore_service.cure_at(case, cure, REQUESTS)
 
 
-def reveal(case):
+def every_cure(case):
     """What every cure does to the figure of the complaint, and to the bill."""
     rows, _ = diagnose.diagnose(case, CURES, REQUESTS)
     rows[0]["set-up"], figure = "as it was", CASES[case].figure
@@ -115,28 +129,28 @@ show_source(Service.serve, diagnose.diagnose)
 examine("slow start")
 
 # %% [markdown]
-# Now name your cure in place of `None`, in quotation marks, from the list above. Write down how many times better you
-# expect the TTFT to be.
+# With a running kernel the list above the picture tries a cure. First name yours here, in place of `None` and in
+# quotation marks, and how many times better you expect the TTFT to be.
 
 # %%
 my_cure = None
+guess_cure("slow start", None)  # how many times better?
 
-if my_cure:
-    display(examine("slow start", my_cure))
+try_cure("slow start", my_cure)
 
 # %% [markdown]
 # And everything that you might have tried:
 
 # %%
-slow_start = reveal("slow start")
+slow_start = every_cure("slow start")
 
 # %% [markdown]
 # Nearly all of the work is the same prompt, computed again for each request. A second GPU helps as well, since the
 # load is halved; look at what it costs.
 #
-# Look at the rows again: they stop rising at half of `max_batch`, beside a queue, with most of the cache free. What
-# holds them there? A step feeds at most 2,048 tokens. A prompt takes two steps of that, so about one request in two
-# steps can join; and it stays for its prompt and for the 64 steps of its answer. Little's law (chapter 7), in steps:
+# Look at the rows again: they stop rising far below `max_batch`, beside a queue, with most of the cache free. What
+# holds them there? A step feeds at most `max_step_tokens`. A prompt is longer, so not even one request joins in each
+# step; and it stays for its prompt and for the steps of its answer. Little's law (chapter 7), in steps:
 
 # %%
 case = CASES["slow start"]
@@ -144,8 +158,9 @@ asked = case.load(REQUESTS)
 prompt = sum(len(item.prompt_ids) for item in asked) / len(asked)
 prompt_steps, answer_steps = prompt / case.service.max_step_tokens, asked[0].output_tokens
 joining, stay = 1 / prompt_steps, prompt_steps + answer_steps
-print(f"{joining:.2f} requests join a step, each stays {stay:.0f} steps: {joining * stay:.0f} rows, "
-      f"and {case.service.max_batch} would be allowed")
+print(f"a prompt takes {prompt_steps:.2f} steps of {case.service.max_step_tokens:,} tokens, an answer {answer_steps}: "
+      f"{joining:.2f} requests join a step,\neach stays {stay:.0f} steps: {joining * stay:.0f} rows, and "
+      f"{case.service.max_batch} would be allowed")
 
 # %% [markdown]
 # So a larger batch does nothing. The limit is the reading of prompts, and only fewer prompt tokens (or a second GPU to
@@ -158,12 +173,12 @@ examine("stutter")
 
 # %%
 my_cure = None
+guess_cure("stutter", None)  # how many times better?
 
-if my_cure:
-    display(examine("stutter", my_cure))
+try_cure("stutter", my_cure)
 
 # %%
-stutter = reveal("stutter")
+stutter = every_cure("stutter")
 
 # %% [markdown]
 # The median gap is fine, the p99 is many times as long: some steps read a whole prompt while all rows wait. Chunks
@@ -178,15 +193,15 @@ examine("alone and slow")
 
 # %%
 my_cure = None
+guess_cure("alone and slow", None)  # how many times better?
 
-if my_cure:
-    display(examine("alone and slow", my_cure))
+try_cure("alone and slow", my_cure)
 
 # %%
-alone = reveal("alone and slow")
+alone = every_cure("alone and slow")
 
 # %% [markdown]
-# One row in the step, no queue, and less than half a per cent of the cache. There is nothing to batch with. Fewer bytes
+# One row in the step, no queue, and hardly any of the cache. There is nothing to batch with. Fewer bytes
 # per token cure it: 8-bit weights. More tokens per step cure it where the text repeats itself: speculation by looking
 # back. On chats it does not cure: few drafts are right, so it helps little, and so does the trained drafter, which is
 # right more often and must be paid for. Another GPU idles.
@@ -198,17 +213,17 @@ examine("crowd")
 
 # %%
 my_cure = None
+guess_cure("crowd", None)  # how many times better?
 
-if my_cure:
-    display(examine("crowd", my_cure))
+try_cure("crowd", my_cure)
 
 # %%
-crowd = reveal("crowd")
+crowd = every_cure("crowd")
 
 # %% [markdown]
-# The rows lie on the line of `max_batch`, and hold less than one per cent of the cache: a limit that somebody set. All
-# requests were there at the start, so the queue only falls, one for each answer; what is wrong is not that it grows,
-# but that it falls at the speed of eight rows. This is the case of "three where forty would fit".
+# The rows lie on the line of `max_batch`, and hold hardly any of the cache: the limit is a setting. All requests were
+# there at the start, so the queue only falls, one for each answer; what is wrong is not that it grows, but that it
+# falls at the speed of eight rows. This is the case of "three where forty would fit".
 #
 # Speculation cures here too where the text repeats itself: at eight rows the arithmetic units are mostly idle. At 256
 # rows they would not be (chapter 6). On chats it helps little, and the trained drafter makes it worse.
@@ -220,12 +235,12 @@ examine("turned away")
 
 # %%
 my_cure = None
+guess_cure("turned away", None)  # how many times better?
 
-if my_cure:
-    display(examine("turned away", my_cure))
+try_cure("turned away", my_cure)
 
 # %%
-turned_away = reveal("turned away")
+turned_away = every_cure("turned away")
 
 # %% [markdown]
 # Few rows, a queue, and a cache of which most is held, yet never all of it. How much is held while requests wait?
@@ -252,22 +267,22 @@ examine("the bill")
 
 # %%
 my_cure = None
+guess_cure("the bill", None)  # how many times better?
 
-if my_cure:
-    display(examine("the bill", my_cure))
+try_cure("the bill", my_cure)
 
 # %%
-bill = reveal("the bill")
+bill = every_cure("the bill")
 
 # %% [markdown]
-# Four GPUs share out what one batch could hold; the picture shows the fullest of them, which runs a few rows and holds
-# a per cent or two of its cache. Fill the batch before you add GPUs; here, take GPUs away. What does half of them do to
-# the latency? Look it up with `examine("the bill", "half of the GPUs")`.
+# Four GPUs share out what one batch could hold; the picture shows at each moment the fullest of them, which runs a few
+# rows and holds hardly any of its cache. Fill the batch before you add GPUs; here, take GPUs away. What does half of
+# them do to the latency? Look it up with `try_cure("the bill", "half of the GPUs")`.
 #
 # The same traffic on 1, 2, 4 and 8 GPUs, in full. Predict: how many times the tokens per second of one do eight make?
 
 # %%
-my_guess = None
+guess("eight GPUs over one, tokens/s, times", None)
 
 # %%
 setting = Setting(quick=QUICK, progress=progress)
@@ -275,9 +290,10 @@ fleets = service.replicas(setting).rows
 FLEETS = {"replicas": "GPUs", "mean_rows": "rows each", "tokens_per_s": "tokens/s", "times_one": "times one",
           "latency_p50_s": "latency p50, s", COST: "$ a million"}
 print(text_table(fleets, FLEETS))
+one, eight = fleets[0], fleets[-1]
+reveal("eight GPUs over one, tokens/s, times", eight["times_one"])
 
 # %%
-one, eight = fleets[0], fleets[-1]
 service_plots.side_by_side(
     [{**row, "label": f"{row['replicas']} GPUs" if row is not one else "1 GPU"} for row in fleets], "label",
     {"mean_rows": "rows in a step of each", "tokens_per_s": "tokens/s of all",
@@ -305,15 +321,16 @@ for name, rows in tables.items():
 # ## Where it loses: a cure makes another figure worse
 #
 # A cure is measured on its own symptom. Here is the cure of case 2 on all figures: what do chunks of 256 tokens do to
-# the time to first token? Guess: by how many per cent does its p50 change?
+# the time to first token? Guess: its p50 with chunks, over that without.
 
 # %%
-my_guess = None
+guess("chunks: p50 of the TTFT, with over without, times", None)
 
 # %%
 chunked, _ = diagnose.diagnose("stutter", ["chunked prefill"], REQUESTS)
 before, after = chunked
-print(text_table(chunked, {**FIGURES, "ttft_p99_s": "TTFT p99, s"}))
+print_figures(chunked)
+reveal("chunks: p50 of the TTFT, with over without, times", after["ttft_p50_s"] / before["ttft_p50_s"])
 
 # %%
 service_plots.side_by_side(
@@ -329,6 +346,9 @@ service_plots.side_by_side(
 
 # %%
 print(ledger({"B9": fleets, "F5": service.achieved_batch(setting).rows, "F6": service.cures(setting).rows}))
+
+# %%
+guesses()  # yours, the nearest first
 
 # %% [markdown]
 # ## What a production engine calls this

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from IPython.display import Markdown
 
+from minillm.course.show.guesses import guess, guesses, reveal
 from minillm.course.show.names import NAMES, names_table, resolve
 from minillm.course.show.recorded import recorded
 
@@ -31,13 +32,16 @@ from minillm.course.show.recorded import recorded
 # ## Predict
 #
 # Before you look: what are the flags for the most rows of a step, for the token budget of a step, and for the size of a
-# block? Chapters 3 and 4 had them.
+# block? Chapters 3 and 4 had them. And how many ideas of this course have no name of their own in vLLM?
 
 # %%
-my_guess = {"most rows": None, "token budget": None, "block size": None}
+guess("ideas without a name in vLLM", None)
 
 # %%
 Markdown(names_table())
+
+# %%
+reveal("ideas without a name in vLLM", sum(name.vllm in ("", "none") for name in NAMES))
 
 # %% [markdown]
 # The second column is checked: each name is looked up in the package that is installed, so the table cannot speak of
@@ -95,11 +99,23 @@ except LookupError as error:
 # `--save` a run is kept; these are:
 
 # %%
-SERVERS = {"server": "server", "model": "model", "workload": "workload", "loop": "loop", "requests": "requests",
-           "failed": "failed", "output_tokens": "output tokens", "tokens_per_s": "tokens/s",
-           "mean_in_flight": "in flight", "ttft_p50_ms": "TTFT p50, ms", "ttft_p99_ms": "p99",
-           "itl_p50_ms": "ITL p50, ms", "itl_p99_ms": "p99"}
+SERVERS = {"server": "server", "output_tokens": "output tokens", "tokens_per_s": "tokens/s",
+           "ttft_p50_ms": "TTFT p50, ms", "itl_p50_ms": "ITL p50, ms", "itl_p99_ms": "ITL p99, ms"}
 print(recorded("bench_servers", SERVERS))
+
+# %% [markdown]
+# This is not like for like. minillm ran inside the client's own process, and the others answered over HTTP, which is in
+# their times. And llama.cpp read weights of 4 bits, the others of 32: fewer bytes for each token, and more arithmetic
+# to unpack them. So the table says what a user of each would have waited on that machine, and not which engine is
+# quicker. `minillm measure beside_llama_cpp` compares weights of 4 bits with weights of 4 bits, in turns on one clock:
+
+# %%
+BESIDE = {"engine": "engine", "weights": "weights", "streams": "streams", "tokens_per_s": "tokens/s",
+          "ms_between_tokens": "ms between tokens", "times_llama_cpp": "times llama.cpp"}
+print(recorded("beside_llama_cpp", BESIDE, name_gpu=False))
+
+# %%
+guesses()  # yours, the nearest first
 
 # %% [markdown]
 # ## Exercise

@@ -1,7 +1,6 @@
 """Pictures of limits, load and latency, in the style of `plots`. Titles state what the drawn rows say.
 
-What is drawn is worked out by functions that need no figure, which the tests compare
-with the metrics.
+What is drawn is worked out by functions that need no figure, which the tests compare with the metrics.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def over_time(
     runs: Mapping[str, Records], title: str | None = None, limits: Mapping[str, int] | None = None
 ) -> Figure:
     """Rows of the step, its duration, requests waiting if any ever do, and the share of the cache that is held, one
-    column a run. limits: the most rows that a run's service allows, drawn as a line.
+    column a run, all over the same seconds. limits: the most rows that a run's service allows, drawn as a line.
 
     Of a service of several GPUs the fullest is drawn, and the column says so. Needs records="all".
     """
@@ -98,10 +97,10 @@ def over_time(
         parts = [f"{metrics.batch(records)['mean_rows']:.1f} rows on average, "
                  + (f"up to {most} waiting" if (most := records.peaks["waiting"]) else "nobody waiting")
                  for records in runs.values()]
-        title = ";  ".join(f"{name}: {part}" for name, part in zip(runs, parts, strict=True))
-        title = title if len(runs) > 1 else parts[0]
+        named = (f"{name}: {part}" for name, part in zip(runs, parts, strict=True))
+        title = ";  ".join(named if len(runs) > 1 else parts)
     panels = panels_of(runs)
-    with drawing(len(panels), len(runs), size=(max(7, 5 * len(runs)), 1 + 1.5 * len(panels)), sharex="col",
+    with drawing(len(panels), len(runs), size=(max(7, 5 * len(runs)), 1 + 1.5 * len(panels)), sharex="all",
                  sharey="row") as (figure, axes):
         for line, (label, value) in enumerate(panels):
             most = max(value(step) for records in runs.values() for step in records.steps)
@@ -112,7 +111,8 @@ def over_time(
             first = axes[line, 0]
             first.set(ylabel=label, ylim=(0, top_of_axis(value, most)))
             first.yaxis.set_major_locator(MaxNLocator(4, integer=value is not cache_share))
-            first.yaxis.set_major_formatter(PercentFormatter(1) if value is cache_share else plots.thousands)
+            first.yaxis.set_major_formatter(
+                (lambda share, _: f"{100 * share:.3g} %") if value is cache_share else plots.thousands)
         draw_limits(axes[0], runs, limits or {})
         for column, (name, records) in enumerate(runs.items()):
             several = "of several GPUs the fullest" if several_at_once(records.steps) else ""
@@ -203,17 +203,16 @@ def cache_share(step: StepRecord) -> float:
 
 def presence(records: Records) -> Figure:
     """How many requests were in the system, over time; the area is the time that all of them spent there."""
-    law = littles_law(lives(records))
-    steps = number_present(lives(records))
+    law, steps = littles_law(lives(records)), number_present(lives(records))
     title = (f"{law['rate_per_s']:.3g} requests a second, each staying {law['mean_stay_s']:.3g} s: "
              f"{law['mean_present']:.3g} are present on average")
     with drawing(size=(9, 3.6)) as (figure, axes):
-        ax = axes[0, 0]
-        times, present = [moment - steps[0][0] for moment, _ in steps], [number for _, number in steps]
-        ax.fill_between(times, present, step="post", color=COLOURS[4], linewidth=0)
+        ax, times = axes[0, 0], [moment - steps[0][0] for moment, _ in steps]
+        ax.fill_between(times, [number for _, number in steps], step="post", color=COLOURS[4], linewidth=0)
         ax.axhline(law["mean_present"], color="black", linestyle="--", linewidth=1.5)
         ax.annotate(f"mean {law['mean_present']:.2f}", (times[-1], law["mean_present"]), xytext=(0, 4),
-                    textcoords="offset points", ha="right", fontsize=10)
+                    textcoords="offset points", ha="right", fontsize=10,
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5})
         ax.set(xlabel="seconds", ylabel="requests in the system", ylim=(0, None))
         headline(figure, title)
     return figure
@@ -222,33 +221,34 @@ def presence(records: Records) -> Figure:
 # -- latencies ------------------------------------------------------------------------------------
 
 
-def latency_distributions(runs: Mapping[str, Sequence[RequestRecord]]) -> Figure:
-    """TTFT and the gaps between steps: for each length of time, the share of values that are no longer.
+def latency_distributions(runs: Mapping[str, Sequence[RequestRecord]], gaps: bool = True) -> Figure:
+    """TTFT and, if asked for, the gaps between steps: for each length of time, the share of values that are no longer.
 
     A mark stands at each p50, and at each p99 that is more than the highest value.
     """
     tails = {name: metrics.latencies(requests)["ttft_s"] for name, requests in runs.items()}
     title = "Time to first token, p50 and p90:  " + ";  ".join(
         f"{name}: {found['p50']:.2g} and {found['p90']:.2g} s" for name, found in tails.items())
-    with drawing(1, 2, size=(10, 4.4), sharey=True) as (figure, axes):
+    with drawing(1, 1 + gaps, size=(10, 4.4), sharey=True) as (figure, axes):
         for number, (name, requests) in enumerate(runs.items(), start=1):
             first = [record.first_token - record.arrival for record in requests]
-            gaps = [gap for record in requests for gap in metrics.step_gaps(record)[0]]
-            for ax, values in zip(axes[0], (first, gaps), strict=True):
+            between = [gap for record in requests for gap in metrics.step_gaps(record)[0]]
+            counts = [f"{len(first):,} requests", f"{len(between):,} gaps"][: 1 + gaps]
+            for ax, values in zip(axes[0], (first, between), strict=False):
                 xs, ys = shares(values)
-                ax.step(xs, ys, where="post", color=plots.colour(number), label=f"{name} (n = {len(values):,})",
+                ax.step(xs, ys, where="post", color=plots.colour(number), label=f"{name} (n = {', '.join(counts)})",
                         linestyle=("-", "--", "-.")[(number - 1) % 3])
                 marks = [50] + [99] * (len(values) >= metrics.ENOUGH_FOR_P99)
                 ax.plot([metrics.percentile(values, mark) for mark in marks], [mark / 100 for mark in marks], "o",
                         color=plots.colour(number))
-        for ax, label in zip(axes[0], ("time to first token, s", "time between two steps' tokens, s"), strict=True):
+        for ax, label in zip(axes[0], ("time to first token, s", "time between two steps' tokens, s"), strict=False):
             ax.set(xscale="log", xlabel=label, ylim=(0, 1.02))
             shortest, longest = ax.get_xlim()
             ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if longest < 30 * shortest else (1,)))
             ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
             ax.xaxis.set_minor_formatter(NullFormatter())
             ax.grid(color=LIGHT)
-            ax.legend(fontsize=9, loc="lower right")
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
         axes[0, 0].set_ylabel("share that is no longer (dots: p50, p99)")
         axes[0, 0].yaxis.set_major_formatter(PercentFormatter(1))
         headline(figure, title)
@@ -291,9 +291,10 @@ def frontier(rows: Sequence[Mapping], label: str, x: str, y: str, title: str, **
         ax = axes[0, 0]
         ax.plot([row[x] for row in rows], [row[y] for row in rows], marker="o", color=COLOURS[0])
         for row in rows:
-            ax.annotate(row[label], (row[x], row[y]), xytext=(9, -9), textcoords="offset points", fontsize=10)
-        ax.set(xlim=(0, None), ylim=(0, 1.08 * max(row[y] for row in rows)), **axes_labels)
+            ax.annotate(row[label], (row[x], row[y]), xytext=(-7, 5), textcoords="offset points", ha="right", size=10)
+        ax.set(xlim=(0, None), ylim=(0, 1.15 * max(row[y] for row in rows)), **axes_labels)
         ax.grid(color=LIGHT)
-        ax.yaxis.set_major_formatter(plots.thousands)
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_formatter(plots.thousands)
         headline(figure, title)
     return figure

@@ -1,4 +1,4 @@
-"""Sliders over the pictures of `explore.py`, for a notebook with a running kernel.
+"""Controls over the pictures of `explore.py` and `explore_service.py`, for a notebook with a running kernel.
 
 A panel owns its controls, and moving one draws the picture once. It is one output with
 two faces: a reader with a kernel sees the controls; one without (a page on the web, a
@@ -22,7 +22,8 @@ try:
 except ImportError:  # a host may have none, and a damaged one is as good as none
     ipywidgets = None
 
-from minillm.course.show import explore
+from minillm.course.diagnose import CURES
+from minillm.course.show import explore, explore_service
 from minillm.ladder.records import Records
 from minillm.load.config import PRESETS
 from minillm.measure.virtual import DEVICES
@@ -125,6 +126,31 @@ def capacity_explorer() -> Panel:
         context=_control("SelectionSlider", 4096, "context", options=[2**n for n in range(8, 18)],
                          continuous_update=False),
         kv_format=_control("ToggleButtons", "bf16", "KV format", options=["bf16", "int8", "int4"]),
+    )
+
+
+def cure_chooser(case: str, requests: int = 120) -> Panel:
+    """A case of chapter 11, and beside it the same requests under the cure that is chosen."""
+    return Panel(
+        f"cure of {case}", lambda cure: explore_service.cure_at(case, cure, requests),
+        cure=_control("Dropdown", explore_service.NO_CURE, "cure", options=[explore_service.NO_CURE, *CURES],
+                      layout={"width": "60%"}),
+    )
+
+
+def arrival_explorer(requests: int = 120) -> Panel:
+    """Requests that arrive more and more often."""
+    return Panel(
+        "arrivals", lambda per_s: explore_service.arrivals_at(per_s, requests),
+        per_s=_slider("per second", 1, 30, 6),
+    )
+
+
+def pools_explorer(people: int = 200) -> Panel:
+    """Four GPUs: how many are kept for people, and how many people come."""
+    return Panel(
+        "pools", lambda for_people, per_s: explore_service.pools_at(for_people, per_s, people),
+        for_people=_slider("for people", 1, 3, 2), per_s=_slider("people a second", 5, 90, 8),
     )
 
 

@@ -1,0 +1,54 @@
+"""What the controls over a service show, as plain functions from their positions to a picture. Virtual time.
+
+Each works without widgets: `widgets.py` only puts controls over them.
+"""
+
+from __future__ import annotations
+
+from matplotlib.figure import Figure
+
+from minillm.course import diagnose
+from minillm.course.diagnose import CASES
+from minillm.course.experiments import service
+from minillm.course.show import service_plots
+from minillm.course.show.tables import cell
+from minillm.measure.service import Service
+
+NO_CURE = "as it is"
+JOBS = 12  # handed in at the start, beside people's requests
+
+
+def cure_at(case: str, cure: str = NO_CURE, requests: int = 120) -> Figure:
+    """A case's run over time, and with a cure the same requests beside it; the title says what the cure did."""
+    cures = [] if cure == NO_CURE else [cure]
+    rows, records = diagnose.diagnose(case, cures, requests)
+    limits = {name: served.max_batch for name, served in diagnose.services(case, cures).items()}
+    return service_plots.over_time(records, cure_sentence(case, rows) if cures else None, limits)
+
+
+def cure_sentence(case: str, rows: list[dict]) -> str:
+    """What a cure made of the figure of the complaint, from the rows of `diagnose`."""
+    (before, after), figure = rows, CASES[case].figure
+    return (f"{after['set-up']}: {figure} from {cell(before[figure])} to {cell(after[figure])}, "
+            f"{cell(float(after['times_better']))} times better: it {after['effect']}")
+
+
+def arrivals_at(per_s: float, requests: int = 120) -> Figure:
+    """Chats that arrive at random at an A100 under an 8B model, so many a second, over time; the title has TTFT."""
+    served = Service().serve(service.chats(requests, rate=per_s))
+    first = served.summary["ttft_s"]
+    title = (f"{per_s:g} requests a second: the time to the first token is {first['p50']:.2g} s at the median, "
+             f"{first['p90']:.2g} s at p90; up to {served.records.peaks['waiting']} wait")
+    return service_plots.over_time({"run": served.records}, title)
+
+
+def pools_at(for_people: int, per_s: float, people: int = 200) -> Figure:
+    """Four GPUs as one mixed pool, and as two; for_people: how many of the four are kept for people's requests."""
+    mixed, apart = service.mixed_and_pools(*service.two_kinds(people, per_s, JOBS), for_people=for_people)
+    better = mixed["ttft_p99_s"] / apart["ttft_p99_s"]
+    title = (f"{per_s:g} people a second: their p99 to the first token is {cell(max(better, 1 / better))} times "
+             f"{'shorter' if better > 1 else 'longer'} with {apart['setup']}; the jobs take "
+             f"{apart['jobs_done_s'] / mixed['jobs_done_s']:.2f} times as long")
+    return service_plots.side_by_side(
+        [mixed, apart], "setup", {"ttft_p99_s": "people: TTFT p99, s", "latency_p99_s": "people: latency p99, s",
+                                  "jobs_done_s": "jobs done after, s"}, title)
