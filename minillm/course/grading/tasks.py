@@ -84,6 +84,7 @@ class Exercise:
     difficulty: int  # 1 to 3
     chapter: str  # "04_paged_kv": the notebook after which it belongs
     tasks: tuple[Task, ...]
+    importance: int = 2  # 1 to 3
 
     @property
     def number(self) -> int:
@@ -94,10 +95,15 @@ class Exercise:
         return ("easy", "medium", "hard")[self.difficulty - 1]
 
     @property
+    def weight(self) -> str:
+        """The importance in a word."""
+        return ("further practice", "useful", "essential")[self.importance - 1]
+
+    @property
     def facts(self) -> str:
         """The line under the notebook's title."""
         chapter = f"[notebook {self.chapter[:2]}](../notebooks/{self.chapter}.ipynb)"
-        return f"About {self.minutes} minutes · {self.level} · belongs after {chapter}"
+        return f"About {self.minutes} minutes · {self.level} · {self.weight} · belongs after {chapter}"
 
 
 def expect(condition: bool, asked: str, mistake: str = "") -> None:
