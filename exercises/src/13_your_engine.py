@@ -119,8 +119,8 @@ class MyEngine(Engine):
             end = request.num_kv + count
             tokens += request.tokens[request.num_kv : end]
             positions += range(request.num_kv, end)
-        logits = self.model.forward(torch.tensor(tokens), torch.tensor(positions), self.cache(rows))
-        best, following, first = logits.argmax(-1).tolist(), {}, 0
+        logits = self.model.forward(torch.tensor(tokens), torch.tensor(positions), self.cache(rows))  # [N, V]
+        best, following, first = logits.argmax(1).tolist(), {}, 0
         for request, count in rows:
             following[request] = self.following(request, best[first : first + count])
             first += count

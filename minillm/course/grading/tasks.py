@@ -36,12 +36,12 @@ import torch
 class Wrong(AssertionError):
     """An expectation that did not hold; the message says what was asked.
 
-    mistake: what probably went wrong, where that is not what the check usually finds.
+    mistake, look: what probably went wrong and where to look, where that is not what the check usually says.
     """
 
-    def __init__(self, asked: str, mistake: str = "") -> None:
+    def __init__(self, asked: str, mistake: str = "", look: str = "") -> None:
         super().__init__(asked)
-        self.mistake = mistake
+        self.mistake, self.look = mistake, look
 
 
 @dataclass(frozen=True)

@@ -130,19 +130,6 @@ def rows_are_apart(PagedCache):
 
 
 @paged_cache.check(
-    mistake="The layers share a place in the store: write and read with the `layer` that attend is given.",
-    look="'Storing'",
-)
-def layers_are_apart(PagedCache):
-    """Each layer has its own keys and values."""
-    engine, one = stand(), request(2, 3)
-    view = PagedCache(engine, [(one, 1)])
-    parts = [(stored(engine, layer, one), tokens(1, seed=20 + layer)) for layer in range(3)]
-    for layer, (before, (q, k, v)) in enumerate(parts):
-        expect(agrees(view.attend(layer, q, k.clone(), v.clone()), q, before, (k, v)), f"layer {layer} of 3")
-
-
-@paged_cache.check(
     mistake="The cache counted the tokens itself: `commit` does that, after the last layer.",
     look="'Storing'",
 )
@@ -154,6 +141,19 @@ def counts_nothing(PagedCache):
         view.attend(layer, *tokens(4, seed=5))
     expect([(one.num_kv, count, one.table.blocks) for one, count in rows] == [(2, 1, [3]), (0, 3, [5])],
            "rows of 1 and 3 tokens after all layers: num_kv, counts and tables")
+
+
+@paged_cache.check(
+    mistake="The layers share a place in the store: write and read with the `layer` that attend is given.",
+    look="'Storing'",
+)
+def layers_are_apart(PagedCache):
+    """Each layer has its own keys and values."""
+    engine, one = stand(), request(2, 3)
+    view = PagedCache(engine, [(one, 1)])
+    parts = [(stored(engine, layer, one), tokens(1, seed=20 + layer)) for layer in range(3)]
+    for layer, (before, (q, k, v)) in enumerate(parts):
+        expect(agrees(view.attend(layer, q, k.clone(), v.clone()), q, before, (k, v)), f"layer {layer} of 3")
 
 
 # -- the engine ---------------------------------------------------------------------------------------------------
@@ -196,10 +196,10 @@ def judge(MyEngine, test: Callable[[type[Engine]], None]) -> None:
         if part.name in MyEngine.parts.own and mends(MyEngine, test, part.name):
             says = (f"Your {part.title}, of exercise {part.number}, is at fault: with the package's in its place this "
                     f"check passes. {SUSPECTS[part.name]}")
-            raise Wrong(what(failed), says) from failed
+            raise Wrong(what(failed), says, f"{part.exercise}.ipynb, and at its checks") from failed
     if MyEngine.parts.own and mends(MyEngine, test, *MyEngine.parts.own):
         raise Wrong(what(failed), "Several of your parts are at fault: with the package's in their places this check "
-                    "passes. Run the checks of their exercises again.") from failed
+                    "passes.", "the checks of their exercises") from failed
     raise failed
 
 
@@ -262,6 +262,17 @@ def one_request(MyEngine):
 
 
 @your_engine.check(
+    mistake="A table is too short for what is stored in it: it needs room for num_kv + count tokens in all.",
+    look="'Reserve'",
+)
+def tables_grow(MyEngine):
+    """A table grows with its request."""
+    for size in (1, 3, 4):
+        asked = f"one prompt of 7 tokens, 6 tokens of answer, blocks of {size}"
+        judge(MyEngine, lambda E, size=size, asked=asked: serves(E(CountingModel(), block_size=size), [PROMPT], 6, asked))
+
+
+@your_engine.check(
     mistake="Rows are mixed up: tokens and positions lie row after row, and the last of a row's own logits says what "
     "follows it.",
     look="'The forward pass'",
@@ -272,7 +283,7 @@ def several_requests(MyEngine):
 
 
 @your_engine.check(
-    mistake="The model runs more than once in a step: one forward pass takes the tokens of all rows.",
+    mistake="The model runs more often than it must: one forward pass takes the tokens of all rows of `plan`.",
     look="'The forward pass'",
 )
 def one_pass_a_step(MyEngine):
