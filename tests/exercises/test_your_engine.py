@@ -114,7 +114,7 @@ def test_two_wrong_parts_are_said_to_be_several(folder):
     plant(folder, *WRONG["released blocks are lost"][:3])
     message = check("your_engine", engine_of(folder)).failed[0].message
     assert "Your paged attention" in message, "what one part alone explains is that part's"
-    plant(folder, SCHEDULER, "request.num_kv += count", "request.num_kv += 1")
+    plant(folder, POOL, "* size + position % size", "* size")
     assert "Several of your parts are at fault" in check("your_engine", engine_of(folder)).failed[0].message
 
 

@@ -12,11 +12,12 @@ from matplotlib.patches import Patch, Rectangle
 from minillm.course.show.plots import (
     COLOURS,
     GREY,
+    HATCH,
     LIGHT,
     Block,
     PoolSnapshot,
     Segment,
-    block_map,
+    _draw_block,
     colour,
     darker,
     draw_timeline,
@@ -95,11 +96,28 @@ def pool_of(
 
 
 def pool_map(moments: Mapping[str, PoolSnapshot], title: str = "") -> Figure:
-    """Exercises 5 and 6: the blocks of your pool, moment by moment."""
+    """Exercises 5 and 6: the blocks of your pool side by side, a line for each moment."""
     last = list(moments.values())[-1]
     counts = f"{last.count('live')} held, {last.count('cached')} cached, {last.count('free')} free"
-    columns = max(4, -(-len(last.blocks) // 2))
-    return block_map(moments, title or f"Your pool of {len(last.blocks)} blocks, in the end {counts}", columns)
+    number = len(last.blocks)
+    with drawing(size=(min(14.0, 2.6 + 0.7 * number), 1.7 + 0.7 * len(moments))) as (figure, axes):
+        ax = axes[0, 0]
+        for line, pool in enumerate(moments.values()):
+            for place, block in enumerate(pool.blocks):
+                _draw_block(ax, place, line, block, pool.block_size)
+        ax.set(xlim=(-0.1, number + 0.1), ylim=(len(moments) + 0.1, -0.1), aspect="equal", xlabel="block",
+               xticks=[block + 0.5 for block in range(number)], xticklabels=range(number),
+               yticks=[line + 0.5 for line in range(len(moments))], yticklabels=list(moments))
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(False)
+        headline(figure, title or f"Your pool of {number} blocks, in the end {counts}")
+        keys = [Patch(color=COLOURS[0], label="holds tokens (number: request)"),
+                Patch(facecolor="white", edgecolor=COLOURS[0], hatch=HATCH, label="reserved, empty"),
+                Patch(facecolor="white", edgecolor="black", linewidth=2, label="shared by several"),
+                Patch(facecolor=LIGHT, edgecolor=GREY, hatch="..", label="cached, held by no request"),
+                Patch(facecolor="white", edgecolor="#C8C8C8", label="free")]
+        figure.legend(handles=keys, loc="outside lower center", ncols=3, fontsize=9)
+    return figure
 
 
 # -- what attention reads: exercise 7 -----------------------------------------------------------------------------
