@@ -38,14 +38,15 @@ check("verify_greedy", verify_greedy)
 
 # %% [markdown]
 # Here is what your verification makes of the drafts of a drafter that is often wrong. The target would say the
-# sentence as it stands in `text`.
+# whole sentence.
 
 # %% tags=["demo"]
 from minillm.course.show.exercise_drawings import draft_tree
 
-text = "the first ship is met with a brass band and everybody gets an orange".split()
+sentence = "the first ship is met with a brass band and everybody gets an orange"
 guesses = {"the": "first ship was", "is": "met by the", "by": "a train and", "with": "a brass band", "and": "the boys",
            "everybody": "gets an apple"}
+text = sentence.split()
 words = list(dict.fromkeys([*text, *" ".join(guesses.values()).split()]))  # a token id is a place in this list
 made, rounds = 1, []
 while made < len(text) and len(rounds) < 20:

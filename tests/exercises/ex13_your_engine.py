@@ -132,7 +132,7 @@ class FromTheEnd(Engine):
         if len(rows) == 0:
             self.preempt()
             return
-        ids = sum((request.tokens[request.num_kv : request.num_kv + count] for request, count in rows), [])
+        ids = [token for request, count in rows for token in request.tokens[request.num_kv :][:count]]
         positions = [request.num_kv + i for request, count in rows for i in range(count)]
         best = self.model.forward(torch.tensor(ids), torch.tensor(positions), self.cache(rows)).argmax(-1).tolist()
         following = []

@@ -28,7 +28,7 @@ def chapter(path: Path, *sources: str, printed: str = "") -> None:
         ('guess(about="steps", value=54)', [("steps", 54)]), ('show.guess("steps", 54)', [("steps", 54)]),
         ('%time\nguess("steps", 54)', [("steps", 54)]), ('guess("a", 1)\nguess("b", 2)', [("a", 1), ("b", 2)]),
         ('guess("steps", None)', []), ('guess("steps", len(rows))', []), ('guess("steps", "54")', []),
-        ('guess("steps", 1e999)', []), ('guess(name, 54)', []), ("guess()", []), ("guess(", []), ("# guess('a', 1)", []),
+        ('guess("steps", 1e999)', []), ('guess(name, 54)', []), ("guess()", []), ("guess(", []), ("# guess()", []),
     ],
 )
 def test_a_guess_is_a_call_with_a_number_written_out(source, found):

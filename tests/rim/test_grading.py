@@ -461,9 +461,9 @@ def test_a_learner_is_told_what_is_true_of_the_answer(task, monkeypatch, capsys)
 
 def give_away(folder: Path) -> list[str]:
     """What a learner must not find in a folder: solutions, their sources, and files that read them."""
+    signs = r"(BEGIN|END) SOLUTION|<summary>Solution|['\"/]src['\"/]|solutions['\"/]"
     return [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.name in ("src", "solutions")
-            or (path.suffix in (".py", ".ipynb", ".md") and re.search(
-                r"(BEGIN|END) SOLUTION|<summary>Solution|['\"/]src['\"/]|solutions['\"/]", path.read_text(encoding="utf-8")))]
+            or (path.suffix in (".py", ".ipynb", ".md") and re.search(signs, path.read_text(encoding="utf-8")))]
 
 
 def test_a_room_kit_holds_every_exercise_and_no_solution(tmp_path, monkeypatch):

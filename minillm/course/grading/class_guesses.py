@@ -98,7 +98,7 @@ def printed(cell: object) -> str:
 
 
 def histogram(values: Sequence[float], also: float | None = None) -> list[tuple[float, float, int]]:
-    """Bins (from, to, how many) over all values and one more, `also`; they grow by a factor where values differ much."""
+    """Bins (from, to, how many) over all values and one more, `also`; they grow by a factor where values differ."""
     everything = [*values, *([] if also is None else [also])]
     low, high = min(everything), max(everything)
     if low == high:

@@ -13,7 +13,7 @@ from minillm.ladder.records import Records
 from minillm.ladder.request import Request, SamplingParams
 from minillm.ladder.static import decode_static
 
-ROWS = 8  # of a batch
+ROWS = 4  # of a batch
 BUDGET = 64  # tokens in a step
 COLUMNS = {"rung": "", "tokens_per_s": "tokens/s", "steps": "steps", "same": "same tokens as the package's"}
 
@@ -45,7 +45,7 @@ def ladder(
         return Run(answers, perf_counter() - start, engine.steps)
 
     return {
-        "one at a time": yours(max_batch=1, paged=False),
+        "one at a time, your cache": yours(max_batch=1, paged=False),
         "static batch (the package's)": static(model, prompts, max_tokens),
         "your scheduler, a cache each": yours(paged=False),
         "yours": yours(),

@@ -245,6 +245,6 @@ def ladder_bars(tokens_per_s: Mapping[str, float], title: str = "") -> Figure:
         ax.set(xlabel="output tokens per second, all requests together", xlim=(0, 1.12 * max(speeds)))
         ax.invert_yaxis()
         yours = tokens_per_s.get("yours", speeds[-1])
-        headline(figure, title or f"Yours: {yours / speeds[0]:.1f} times the tokens/s of {names[0]}, "
+        headline(figure, title or f"Yours: {yours / speeds[0]:.1f} times the tokens/s of {names[0].split(',')[0]}, "
                                   f"{yours / speeds[-1]:.2f} times those of {names[-1]}")
     return figure

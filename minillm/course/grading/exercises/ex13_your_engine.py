@@ -269,7 +269,8 @@ def tables_grow(MyEngine):
     """A table grows with its request."""
     for size in (1, 3, 4):
         asked = f"one prompt of 7 tokens, 6 tokens of answer, blocks of {size}"
-        judge(MyEngine, lambda E, size=size, asked=asked: serves(E(CountingModel(), block_size=size), [PROMPT], 6, asked))
+        judge(MyEngine, lambda E, size=size, asked=asked:
+              serves(E(CountingModel(), block_size=size), [PROMPT], 6, asked))
 
 
 @your_engine.check(
