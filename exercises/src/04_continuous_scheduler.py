@@ -98,15 +98,22 @@ check("continuous_scheduler", Scheduler)
 # %% [markdown]
 # ## At work
 #
-# Three rows, six tokens a step; a prompt of nine tokens arrives while others decode.
+# Three rows, six tokens a step. Request 3 has a prompt of nine tokens, and request 4 finds no free row at first.
 
 # %% tags=["demo"]
-scheduler = Scheduler(max_batch=3, max_step_tokens=6)
-for name, prompt, answer in (("a", 2, 3), ("b", 3, 6), ("c", 9, 2), ("d", 1, 4)):
+from minillm.course.show.exercise_drawings import gantt
+
+scheduler, steps = Scheduler(max_batch=3, max_step_tokens=6), []
+for name, prompt, answer in ((1, 2, 3), (2, 3, 6), (3, 9, 2), (4, 1, 4)):
     scheduler.add(Request(name, prompt, answer))
-step = 0
-while scheduler.waiting or scheduler.running:
+while (scheduler.waiting or scheduler.running) and len(steps) < 40:
     rows = scheduler.plan()
-    print(f"step {step}: " + "  ".join(f"{request.id} feeds {count}" for request, count in rows))
+    print(f"step {len(steps) + 1}: " + "  ".join(f"{request.id} feeds {count}" for request, count in rows))
+    steps.append([(request.id, "decode" if request.output else "prefill") for request, _ in rows])
     scheduler.commit(rows, next_token=lambda request: 7)
-    step += 1
+
+# %% [markdown]
+# The same steps as a Gantt chart: one line for each row of the batch. Where is a row empty, and for how long?
+
+# %% tags=["demo"]
+gantt(steps)

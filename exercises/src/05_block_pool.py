@@ -120,14 +120,24 @@ check("block_table", BlockTable)
 # %% [markdown]
 # ## Both together
 #
-# Two requests grow by turns in a pool of six blocks. Their blocks end up mixed; each table still finds its tokens.
+# Two requests grow by turns in a pool of eight blocks. Their blocks end up mixed; each table still finds its tokens.
+# Then the first one ends.
 
 # %% tags=["demo"]
-pool = BlockPool(6, 4)
-tables = {"a": BlockTable(pool), "b": BlockTable(pool)}
-for tokens in range(1, 13):
+from minillm.course.show.exercise_drawings import pool_map, pool_of
+
+pool, moments = BlockPool(8, 4), {}
+tables = {1: BlockTable(pool), 2: BlockTable(pool)}
+for tokens in range(1, 12):
     for name, table in tables.items():
         if not table.grow(tokens):
-            print(f"no room for token {tokens} of {name}")
+            print(f"no room for token {tokens} of request {name}")
+    if tokens in (3, 11):
+        moments[f"{tokens} tokens each"] = pool_of(8, 4, {name: (t.blocks, tokens) for name, t in tables.items()})
 for name, table in tables.items():
-    print(f"{name}: blocks {table.blocks}, token 5 in slot {table.slot(5)}")
+    print(f"request {name}: blocks {table.blocks}, token 5 in slot {table.slot(5)}")
+tables[1].free()
+moments["request 1 has ended"] = pool_of(8, 4, {2: (tables[2].blocks, 11)})
+
+# %% tags=["demo"]
+pool_map(moments)

@@ -148,3 +148,25 @@ for tokens in ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 30, 31], li
     print(f"{len(tokens)} tokens: found {len(hits)} blocks, table {table}, {pool.num_available} left")
     pool.enter(tokens, table)
     pool.release(table)
+
+# %% [markdown]
+# The same beginning at the same time: two requests hold its blocks together. When both have ended, the full blocks
+# stay cached for the next.
+
+# %% tags=["demo"]
+from minillm.course.show.exercise_drawings import pool_map, pool_of
+
+pool, tables, moments = SharingPool(8, 4), {}, {}
+begin = [1, 2, 3, 4, 5, 6, 7, 8]
+for name, tokens in ((1, [*begin, 9]), (2, [*begin, 30, 31])):
+    hits = pool.match(tokens)
+    pool.share(hits)
+    tables[name] = hits + pool.take(-(-len(tokens) // 4) - len(hits)), len(tokens)
+    pool.enter(tokens, tables[name][0])
+moments["both run"] = pool_of(8, 4, tables, pool.cached)
+for name in (1, 2):
+    pool.release(tables.pop(name)[0])
+    moments[f"request {name} has ended"] = pool_of(8, 4, tables, pool.cached)
+
+# %% tags=["demo"]
+pool_map(moments)

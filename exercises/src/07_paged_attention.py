@@ -90,3 +90,14 @@ for table in ([0, 1, 2], [5, 0, 3]):
     keys[table], values[table] = text_keys.unflatten(0, (3, 4)), text_values.unflatten(0, (3, 4))
     answers.append(paged_attention(q, keys, values, table, num_tokens=10))
 print("same answer:", torch.allclose(*answers))
+
+# %% [markdown]
+# ## What it reads
+#
+# A text of 10 tokens, of which the last three are new, in blocks 5, 0 and 3 of a pool. Each value of the pool is
+# changed in turn; where that changes the result of a new token, the token has read it.
+
+# %% tags=["demo"]
+from minillm.course.show.exercise_drawings import attention_map
+
+attention_map(paged_attention, [5, 0, 3], num_tokens=10, new=3)

@@ -37,6 +37,27 @@ def verify_greedy(best, drafts):
 check("verify_greedy", verify_greedy)
 
 # %% [markdown]
+# Here is what your verification makes of the drafts of a drafter that is often wrong. The target would say the
+# whole sentence.
+
+# %% tags=["demo"]
+from minillm.course.show.exercise_drawings import draft_tree
+
+sentence = "the first ship is met with a brass band and everybody gets an orange"
+guesses = {"the": "first ship was", "is": "met by the", "by": "a train and", "with": "a brass band", "and": "the boys",
+           "everybody": "gets an apple"}
+text = sentence.split()
+words = list(dict.fromkeys([*text, *" ".join(guesses.values()).split()]))  # a token id is a place in this list
+made, rounds = 1, []
+while made < len(text) and len(rounds) < 20:
+    drafts = guesses.get(text[made - 1], "").split()[: len(text) - made - 1]
+    best = [words.index(word) for word in text[made : made + len(drafts) + 1]]
+    given = verify_greedy(best, [words.index(word) for word in drafts])
+    rounds.append((drafts, [words[token] for token in given]))
+    made += len(given)
+draft_tree(text[0], rounds)
+
+# %% [markdown]
 # ## What is left over
 #
 # When sampling, the target has a distribution p over the V tokens, and the draft was drawn from another one, q. Where

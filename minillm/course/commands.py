@@ -15,7 +15,7 @@ from pathlib import Path
 from minillm.course import catalogue, ledger
 from minillm.course.experiments import batching, example, overhead
 from minillm.course.experiments import ladder as rungs
-from minillm.course.grading import classroom, handout, report
+from minillm.course.grading import class_guesses, classroom, handout, report
 from minillm.course.grading.text import printable, say
 from minillm.course.setting import NotHere, Setting
 from minillm.course.show.live import ticking
@@ -246,7 +246,8 @@ def _grade_class(arguments) -> int:
     classroom.grade_class(learners, arguments.jobs, bar, kept=arguments.report / "marks")
     for learner in learners:
         say(f"{learner.name}: {learner.points} of {learner.out_of}")
-    say(f"report: {report.write(learners, arguments.report)}")
+    guessed = class_guesses.of_class(arguments.classroom / learner.name for learner in learners)
+    say(f"report: {report.write(learners, arguments.report, guessed)}")
     write_json(arguments.json, report.to_json(learners))
     return 0
 

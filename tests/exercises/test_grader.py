@@ -93,6 +93,16 @@ def deleted():
     return notebook
 
 
+def deleted_beside_a_folded_solution():
+    """As a learner's notebook has it: the solution stands in a Markdown cell."""
+    notebook = deleted()
+    stub = json.loads((FOLDER / f"{NAME}.ipynb").read_text(encoding="utf-8"))
+    folded = [cell for cell in stub["cells"] if "solution" in cell["metadata"].get("tags", [])]
+    assert "class BlockPool" in "".join(folded[0]["source"])
+    notebook["cells"] += folded
+    return notebook
+
+
 def turned_to_markdown():
     notebook = solution()
     cell = cell_of(notebook)
@@ -105,6 +115,8 @@ STUB_LINE = '        raise NotImplementedError("Exercise 5: BlockPool.__init__")
 
 BROKEN = {
     "cell deleted": (deleted, "No cell defines BlockPool: was its cell deleted?"),
+    "cell deleted beside a folded solution": (
+        deleted_beside_a_folded_solution, "No cell defines BlockPool: was its cell deleted?"),
     "cell turned to Markdown": (turned_to_markdown, "has become a Markdown cell"),
     "renamed": (lambda: with_edit("class BlockPool:", "class Pool:"), "no longer defines BlockPool"),
     "stub line left below the code": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import nbformat
@@ -48,14 +49,29 @@ def test_the_readmes_table_lists_them():
 @each
 def test_stub_and_solution_differ_in_the_marked_regions_and_nowhere_else(exercise):
     stub, solution = stored(FOLDER / f"{exercise.name}.ipynb"), stored(FOLDER / "solutions" / f"{exercise.name}.ipynb")
-    assert stub.metadata == solution.metadata and len(stub.cells) == len(solution.cells)
-    for learners, ours in zip(stub.cells, solution.cells, strict=True):
+    without_folded = [cell for cell in stub.cells if "solution" not in cell.metadata.get("tags", [])]
+    assert stub.metadata == solution.metadata and len(without_folded) == len(solution.cells)
+    for learners, ours in zip(without_folded, solution.cells, strict=True):
         # cut the solution at its markers, and the stub at the lines that raise: the same pieces are left
         text = ours.source.replace("](../../", "](../")  # the solutions lie one folder deeper
         left = re.split(rf"^ *{build.BEGIN}\n.*?^ *{build.END}$", text, flags=re.DOTALL | re.MULTILINE)
         assert STUB.sub("\0", learners.source).split("\0") == left
         assert (learners.id, learners.cell_type, learners.metadata) == (ours.id, ours.cell_type, ours.metadata)
         assert "SOLUTION" not in learners.source
+
+
+@each
+def test_a_solution_is_folded_beneath_its_check_in_a_markdown_cell(exercise):
+    stub, solution = stored(FOLDER / f"{exercise.name}.ipynb"), stored(FOLDER / "solutions" / f"{exercise.name}.ipynb")
+    code = {cell.metadata.nbgrader.grade_id: cell.source for cell in solution.cells if "nbgrader" in cell.metadata}
+    folded = [(before, cell) for before, cell in pairwise(stub.cells) if "solution" in cell.metadata.get("tags", [])]
+    assert len(folded) == len(exercise.tasks)
+    for task, (before, cell) in zip(exercise.tasks, folded, strict=True):
+        assert before.metadata.nbgrader.grade_id == f"check_{task.name}" and cell.cell_type == "markdown"
+        assert cell.source.startswith("<details>\n<summary>") and cell.source.endswith("</details>")
+        shown = re.search(r"```python\n(.*)\n```", cell.source, flags=re.DOTALL)[1]
+        marked = [line for line in code[task.name].splitlines() if build.BEGIN not in line and build.END not in line]
+        assert shown == "\n".join(marked).strip() and "SOLUTION" not in shown
 
 
 @each
@@ -78,6 +94,7 @@ def test_a_notebook_says_what_it_takes_and_where_it_belongs(exercise):
     title, _, facts = first.splitlines()[:3]
     assert title == f"# Exercise {exercise.number} · {exercise.title}"
     assert facts == exercise.facts and exercise.minutes > 0 and exercise.difficulty in (1, 2, 3)
+    assert exercise.importance in (1, 2, 3) and f"· {exercise.weight} ·" in facts
     assert "**To look at**" in first
 
 

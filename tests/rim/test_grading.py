@@ -461,9 +461,9 @@ def test_a_learner_is_told_what_is_true_of_the_answer(task, monkeypatch, capsys)
 
 def give_away(folder: Path) -> list[str]:
     """What a learner must not find in a folder: solutions, their sources, and files that read them."""
+    signs = r"(BEGIN|END) SOLUTION|<summary>Solution|['\"/]src['\"/]|solutions['\"/]"
     return [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.name in ("src", "solutions")
-            or (path.suffix in (".py", ".ipynb", ".md") and re.search(
-                r"(BEGIN|END) SOLUTION|['\"/]src['\"/]|solutions['\"/]", path.read_text(encoding="utf-8")))]
+            or (path.suffix in (".py", ".ipynb", ".md") and re.search(signs, path.read_text(encoding="utf-8")))]
 
 
 def test_a_room_kit_holds_every_exercise_and_no_solution(tmp_path, monkeypatch):
@@ -495,7 +495,9 @@ def test_a_copy_of_the_exercises_is_the_learners_own(tmp_path, capsys):
                             (folder, ROOT / "exercises"))
         links = re.findall(r"\]\(((?:\.\./)[^)]+\.ipynb)\)", "".join(copied["cells"][0]["source"]))
         assert links and all((folder / urllib.parse.unquote(link)).resolve().is_file() for link in links), links
-        assert copied["cells"][1:] == original["cells"][1:] and copied["metadata"] == original["metadata"]
+        theirs = [cell for cell in original["cells"] if "solution" not in cell["metadata"].get("tags", [])]
+        assert len(theirs) < len(original["cells"]), "the course's own notebooks have the solutions, folded"
+        assert copied["cells"][1:] == theirs[1:] and copied["metadata"] == original["metadata"]
     assert main(["grade", str(folder / STUBS[4])]) == 1
     assert capsys.readouterr().out.count("Not answered") == 2
 

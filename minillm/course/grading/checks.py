@@ -122,7 +122,7 @@ def run_check(check: Check, answer: Any, seconds: float = CHECK_SECONDS) -> Outc
         with time_limit(seconds):
             check.run(watched(answer, returned))
     except Wrong as wrong:
-        message = no_return(returned) + f"{wrong.mistake or check.mistake} Look at {check.look}."
+        message = no_return(returned) + f"{wrong.mistake or check.mistake} Look at {wrong.look or check.look}."
         return Outcome(check.name, False, message, f"Asked: {wrong}", max(margins, default=None))
     except NotImplementedError as error:
         return Outcome(check.name, False, NOT_WRITTEN, learners_traceback(error, check), answered=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import urllib.parse
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from minillm.course.grading.checks import PACKAGE
 from minillm.course.grading.exercises import load_all
+from minillm.course.grading.notebook import FOLDED
 
 CHAPTERS = "](../notebooks/"  # a link to the course, as an exercise has it
 
@@ -40,9 +42,16 @@ def copy_exercises(folder: Path, force: bool = False) -> list[Path]:
                               "--force overwrites what is there")
     folder.mkdir(parents=True, exist_ok=True)
     for path, original in files.items():
-        path.write_text(original.read_text(encoding="utf-8").replace(CHAPTERS, chapters(source, folder)),
-                        encoding="utf-8")
+        text = without_solutions(original.read_text(encoding="utf-8"))
+        path.write_text(text.replace(CHAPTERS, chapters(source, folder)), encoding="utf-8")
     return list(files)
+
+
+def without_solutions(text: str) -> str:
+    """A notebook's text without the cells that hold solutions, folded."""
+    content = json.loads(text)
+    content["cells"] = [cell for cell in content["cells"] if FOLDED not in cell["metadata"].get("tags", ())]
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
 def chapters(source: Path, folder: Path) -> str:

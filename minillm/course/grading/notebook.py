@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 20_000_000
 DEMO = "demo"  # the tag of a cell that only shows something: the grader leaves it out, since it may run a model
+FOLDED = "solution"  # the tag of a Markdown cell that holds a solution, folded: no answer of the learner's
 
 
 class NotANotebook(ValueError):
@@ -138,7 +139,7 @@ def which_exercise(path: Path, content: dict, cells: list[Cell]) -> Exercise:
 
 def calls_a_check_of(exercise: Exercise, cells: list[Cell]) -> bool:
     """A chapter of the course begins with a number too, and checks nothing."""
-    text = "\n".join(cell.source for cell in cells)
+    text = "\n".join(cell.source for cell in cells if FOLDED not in cell.tags)
     return any(re.search(rf"check\(\s*['\"]{task.name}['\"]", text) for task in exercise.tasks)
 
 
@@ -191,7 +192,8 @@ def run_cell(cell: Cell, i: int, shell: NotebookShell, seconds: float) -> str | 
 def find_answer(task: Task, submission: Submission, answers: Answers) -> tuple[Any, str, bool]:
     """The learner's function or class for a task and "", or None and why there is none; and whether one was tried."""
     written = re.compile(rf"^\s*(?:def|class)\s+{task.answer}\b", flags=re.MULTILINE)
-    own = [i for i, cell in enumerate(submission.cells) if cell.grade_id == task.name or written.search(cell.source)]
+    own = [i for i, cell in enumerate(submission.cells)
+           if FOLDED not in cell.tags and (cell.grade_id == task.name or written.search(cell.source))]
     for i in own:
         if i in answers.failed:
             return None, f"The cell that should define {task.answer} (cell {i + 1}) failed: {answers.failed[i]}.", True

@@ -9,10 +9,11 @@ import json
 import os
 import urllib.parse
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from minillm.course.grading.checks import Outcome
+from minillm.course.grading.class_guesses import Guesses, sections
 from minillm.course.grading.classroom import Learner
 from minillm.course.grading.exercises import find, load_all
 from minillm.course.grading.tasks import Exercise
@@ -71,14 +72,21 @@ def to_json(learners: Sequence[Learner]) -> dict:
     }
 
 
-def write(learners: Sequence[Learner], folder: Path) -> Path:
-    """report.csv, report.json, index.html and learners/NAME.html in `folder`; returns the index."""
+def write(learners: Sequence[Learner], folder: Path, guessed: Mapping[str, Guesses] | None = None) -> Path:
+    """report.csv, report.json, index.html and learners/NAME.html in `folder`; returns the index.
+
+    guessed: what the class guessed, by what it is about; guesses.html if there is anything.
+    """
     (folder / "learners").mkdir(parents=True, exist_ok=True)
     write_csv(learners, folder / "report.csv")
     (folder / "report.json").write_text(json.dumps(to_json(learners), indent=1) + "\n", encoding="utf-8")
     for learner in learners:
         (folder / "learners" / page_name(learner)).write_text(learner_page(learner), encoding="utf-8")
-    (folder / "index.html").write_text(class_page(learners), encoding="utf-8")
+    (folder / "index.html").write_text(class_page(learners, bool(guessed)), encoding="utf-8")
+    (folder / "guesses.html").unlink(missing_ok=True)  # of an earlier run
+    if guessed:
+        text = page("What the class guessed, and what was measured", *sections(guessed))
+        (folder / "guesses.html").write_text(text, encoding="utf-8")
     return folder / "index.html"
 
 
@@ -133,8 +141,8 @@ def score_cell(points: int, out_of: int, link: str = "") -> str:
     return f'<td class="number {kind}">{f"<a href={link!r}>{text}</a>" if link else text}</td>'
 
 
-def class_page(learners: Sequence[Learner]) -> str:
-    """Who has what, in per cent, and which checks most learners fail."""
+def class_page(learners: Sequence[Learner], guesses: bool = False) -> str:
+    """Who has what, in per cent, and which checks most learners fail; with a link to the page of guesses."""
     exercises = graded(learners)
     body = []
     for learner in learners:
@@ -146,7 +154,8 @@ def class_page(learners: Sequence[Learner]) -> str:
         cells.append(score_cell(learner.points, learner.out_of))
         body.append(f"<tr>{''.join(cells)}</tr>")
     head = ["learner", *(f"{e.number} {e.title}" for e in exercises), "total"]
-    return page(f"{len(learners)} learners, per cent of the checks passed", table(head, body), stuck(learners))
+    return page(f"{len(learners)} learners, per cent of the checks passed", table(head, body),
+                *(['<p><a href="guesses.html">What the class guessed</a></p>'] if guesses else []), stuck(learners))
 
 
 def stuck(learners: Sequence[Learner], most: int = 15) -> str:

@@ -36,12 +36,12 @@ import torch
 class Wrong(AssertionError):
     """An expectation that did not hold; the message says what was asked.
 
-    mistake: what probably went wrong, where that is not what the check usually finds.
+    mistake, look: what probably went wrong and where to look, where that is not what the check usually says.
     """
 
-    def __init__(self, asked: str, mistake: str = "") -> None:
+    def __init__(self, asked: str, mistake: str = "", look: str = "") -> None:
         super().__init__(asked)
-        self.mistake = mistake
+        self.mistake, self.look = mistake, look
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ class Exercise:
     difficulty: int  # 1 to 3
     chapter: str  # "04_paged_kv": the notebook after which it belongs
     tasks: tuple[Task, ...]
+    importance: int = 2  # 1 to 3
 
     @property
     def number(self) -> int:
@@ -94,10 +95,15 @@ class Exercise:
         return ("easy", "medium", "hard")[self.difficulty - 1]
 
     @property
+    def weight(self) -> str:
+        """The importance in a word."""
+        return ("further practice", "useful", "essential")[self.importance - 1]
+
+    @property
     def facts(self) -> str:
         """The line under the notebook's title."""
         chapter = f"[notebook {self.chapter[:2]}](../notebooks/{self.chapter}.ipynb)"
-        return f"About {self.minutes} minutes · {self.level} · belongs after {chapter}"
+        return f"About {self.minutes} minutes · {self.level} · {self.weight} · belongs after {chapter}"
 
 
 def expect(condition: bool, asked: str, mistake: str = "") -> None:

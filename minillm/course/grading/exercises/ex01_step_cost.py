@@ -307,5 +307,5 @@ def never_negative(requests_that_fit):
 
 
 EXERCISE = Exercise(
-    "01_step_cost", "What a step costs", 30, 1, "01_decode_loop", (weights, kv, moved, flops, fit)
+    "01_step_cost", "What a step costs", 30, 1, "01_decode_loop", (weights, kv, moved, flops, fit), importance=2
 )

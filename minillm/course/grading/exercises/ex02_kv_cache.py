@@ -279,4 +279,6 @@ def prompt_unchanged(decode):
     expect(prompt == PROMPT and len(answer) == 3, "the prompt's list after the call")
 
 
-EXERCISE = Exercise("02_kv_cache", "Decode with a KV cache", 35, 2, "01_decode_loop", (kv_cache, cached_decode))
+EXERCISE = Exercise(
+    "02_kv_cache", "Decode with a KV cache", 35, 2, "01_decode_loop", (kv_cache, cached_decode), importance=3
+)

@@ -226,5 +226,6 @@ def list_stays(returned_after):
 
 
 EXERCISE = Exercise(
-    "03_static_batch", "A static batch and its idle slots", 25, 1, "02_static_batching", (static, idle, returned)
+    "03_static_batch", "A static batch and its idle slots", 25, 1, "02_static_batching", (static, idle, returned),
+    importance=2,
 )

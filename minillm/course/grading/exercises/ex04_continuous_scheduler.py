@@ -262,5 +262,6 @@ def as_the_package(Scheduler):
 
 
 EXERCISE = Exercise(
-    "04_continuous_scheduler", "A continuous scheduler", 45, 2, "03_continuous_batching", (scheduler_task,)
+    "04_continuous_scheduler", "A continuous scheduler", 45, 2, "03_continuous_batching", (scheduler_task,),
+    importance=3,
 )

@@ -288,4 +288,6 @@ def gives_back(BlockTable):
     expect(table.grow(4) is True and len(table.blocks) == 1, "grow(17), free(), free(), then grow(4)")
 
 
-EXERCISE = Exercise("05_block_pool", "Block pool and block table", 35, 2, "04_paged_kv", (pool, table))
+EXERCISE = Exercise(
+    "05_block_pool", "Block pool and block table", 35, 2, "04_paged_kv", (pool, table), importance=3
+)

@@ -361,4 +361,6 @@ def any_traffic(SharingPool):
             expect(sound(pool, tables), f"traffic drawn with seed {seed}, step {turn + 1}: the books")
 
 
-EXERCISE = Exercise("06_prefix_sharing", "Prefix sharing with reference counts", 50, 3, "04_paged_kv", (task,))
+EXERCISE = Exercise(
+    "06_prefix_sharing", "Prefix sharing with reference counts", 50, 3, "04_paged_kv", (task,), importance=2
+)

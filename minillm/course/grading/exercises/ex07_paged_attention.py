@@ -39,6 +39,7 @@ EXERCISE = Exercise(
     title="Paged attention",
     minutes=30,
     difficulty=2,
+    importance=3,
     chapter="04_paged_kv",
     tasks=(gather, paged_attention),
 )

@@ -50,6 +50,7 @@ EXERCISE = Exercise(
     title="Keys and values in 8 and 4 bits",
     minutes=40,
     difficulty=2,
+    importance=2,
     chapter="05_quantized_kv",
     tasks=(int8_encode, int4_encode, int4_decode),
 )

@@ -50,6 +50,7 @@ EXERCISE = Exercise(
     title="Accept a draft, or not",
     minutes=40,
     difficulty=2,
+    importance=2,
     chapter="06_speculative",
     tasks=(verify_greedy, residual, verify_sampled),
 )

@@ -57,6 +57,7 @@ EXERCISE = Exercise(
     title="What the users felt",
     minutes=40,
     difficulty=1,
+    importance=3,
     chapter="07_serving_metrics",
     tasks=(percentile, ttft, token_gaps, summarise),
 )

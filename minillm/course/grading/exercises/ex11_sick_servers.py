@@ -43,6 +43,7 @@ EXERCISE = Exercise(
     title="Four sick servers",
     minutes=45,
     difficulty=3,
+    importance=2,
     chapter="11_diagnose",
     tasks=(diagnose, treat),
 )

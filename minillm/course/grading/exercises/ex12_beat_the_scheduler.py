@@ -30,6 +30,7 @@ EXERCISE = Exercise(
     title="Beat the scheduler",
     minutes=45,
     difficulty=3,
+    importance=1,
     chapter="03_continuous_batching",
     tasks=(order_prompts,),
 )
