@@ -40,7 +40,6 @@ def convert(source: Path) -> NotebookNode:
 
 def execute(notebook: NotebookNode, folder: Path, timeout: int = 1800) -> None:
     """Run every cell in `folder`, in place. Raises CellExecutionError at the first that fails."""
-    os.environ["TQDM_DISABLE"] = "1"  # a progress bar cuts the output into pieces
     NotebookClient(
         notebook,
         timeout=timeout,
@@ -49,7 +48,7 @@ def execute(notebook: NotebookNode, folder: Path, timeout: int = 1800) -> None:
         resources={"metadata": {"path": str(folder)}},
         record_timing=False,
         coalesce_streams=True,
-    ).execute()
+    ).execute(env={**os.environ, "TQDM_DISABLE": "1"})  # a progress bar cuts the output into pieces
     notebook.metadata = nbformat.from_dict(METADATA)
     for cell in notebook.cells:
         if cell.cell_type == "code":
