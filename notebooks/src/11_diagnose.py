@@ -80,8 +80,8 @@ def every_cure(case):
     rows, _ = diagnose.diagnose(case, CURES, REQUESTS)
     rows[0]["set-up"], figure = "as it was", CASES[case].figure
     rows[0]["effect"] = ""
-    print(text_table(rows, {"set-up": "cure", figure: FIGURES[figure], "times_better": "times better", "effect": "so it",
-                            COST: "$ a million"}))
+    print(text_table(rows, {"set-up": "cure", figure: FIGURES[figure], "times_better": "times better",
+                            "effect": "so it", COST: FIGURES[COST]}))
     return rows
 
 
