@@ -134,7 +134,8 @@ def test_the_controls_of_a_service_reach_their_ends_and_have_a_static_twin(make)
 def test_a_cure_is_said_with_what_it_does_to_the_complaint():
     rows, _ = diagnose.diagnose("crowd", ["a larger batch"], 12)
     said = explore_service.cure_sentence("crowd", rows)
-    assert said.startswith("a larger batch: tokens_per_s from ") and said.endswith(f"it {rows[1]['effect']}")
+    assert said.startswith("a larger batch: tokens/s from ") and said.endswith(f"it {rows[1]['effect']}")
+    assert {case.figure for case in diagnose.CASES.values()} <= set(explore_service.FIGURES)
 
 
 def test_the_pools_say_whether_they_are_better_for_people():

@@ -36,6 +36,7 @@ from minillm.course.experiments.drafts import recorded_drafts
 from minillm.course.experiments.service import COST
 from minillm.course.setting import Setting
 from minillm.course.show import explore_service, service_plots
+from minillm.course.show.explore_service import FIGURES
 from minillm.course.show.guesses import guess, guesses, reveal
 from minillm.course.show.live import progress
 from minillm.course.show.recorded import ledger
@@ -46,10 +47,6 @@ from minillm.measure.service import Service
 
 QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 REQUESTS = 30 if QUICK else 120
-FIGURES = {"ttft_p50_s": "TTFT p50, s", "ttft_p99_s": "TTFT p99, s", "itl_p50_ms": "ITL p50, ms",
-           "itl_p99_ms": "ITL p99, ms", "latency_p50_s": "latency p50, s", "tokens_per_s": "tokens/s",
-           "mean_rows": "rows, mean", "refused_share": "refused, share", "cache_peak_share": "most of cache held",
-           COST: "$ a million tokens"}
 
 
 def print_figures(rows):
@@ -83,8 +80,8 @@ def every_cure(case):
     rows, _ = diagnose.diagnose(case, CURES, REQUESTS)
     rows[0]["set-up"], figure = "as it was", CASES[case].figure
     rows[0]["effect"] = ""
-    print(text_table(rows, {"set-up": "cure", figure: figure, "times_better": "times better", "effect": "so it",
-                            COST: "$ a million"}))
+    print(text_table(rows, {"set-up": "cure", figure: FIGURES[figure], "times_better": "times better",
+                            "effect": "so it", COST: FIGURES[COST]}))
     return rows
 
 

@@ -5,6 +5,8 @@ Each works without widgets: `widgets.py` only puts controls over them.
 
 from __future__ import annotations
 
+import math
+
 from matplotlib.figure import Figure
 
 from minillm.course import diagnose
@@ -15,6 +17,10 @@ from minillm.course.show.tables import cell
 from minillm.measure.service import Service
 
 NO_CURE = "as it is"
+FIGURES = {"ttft_p50_s": "TTFT p50, s", "ttft_p99_s": "TTFT p99, s", "itl_p50_ms": "ITL p50, ms",
+           "itl_p99_ms": "ITL p99, ms", "latency_p50_s": "latency p50, s", "tokens_per_s": "tokens/s",
+           "mean_rows": "rows, mean", "refused_share": "refused, share", "cache_peak_share": "most of cache held",
+           service.COST: "$ a million tokens"}
 JOBS = 12  # handed in at the start, beside people's requests
 
 
@@ -29,8 +35,9 @@ def cure_at(case: str, cure: str = NO_CURE, requests: int = 120) -> Figure:
 def cure_sentence(case: str, rows: list[dict]) -> str:
     """What a cure made of the figure of the complaint, from the rows of `diagnose`."""
     (before, after), figure = rows, CASES[case].figure
-    return (f"{after['set-up']}: {figure} from {cell(before[figure])} to {cell(after[figure])}, "
-            f"{cell(float(after['times_better']))} times better: it {after['effect']}")
+    better = f", {after['times_better']:.3g} times better" if math.isfinite(after["times_better"]) else ""
+    return (f"{after['set-up']}: {FIGURES[figure]} from {cell(before[figure])} to {cell(after[figure])}{better}: it "
+            f"{after['effect']}")
 
 
 def arrivals_at(per_s: float, requests: int = 120) -> Figure:
