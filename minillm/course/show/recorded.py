@@ -12,7 +12,9 @@ from minillm.measure.measurement import EXACT, MEASUREMENTS, SEE_ROWS, VIRTUAL, 
 
 
 def recorded(experiment: str, columns: Mapping[str, str], root: Path = MEASUREMENTS, **wanted) -> str:
-    """A table for each device on which `experiment` was recorded; a line that says so where no GPU was among them.
+    """A table for each device on which `experiment` was recorded, or a line that says that there is none.
+
+    Whether a GPU was among them is not said here, but once on a page, by its `ledger`.
 
     wanted: values that a row must have to be shown, by column.
     """
@@ -22,9 +24,7 @@ def recorded(experiment: str, columns: Mapping[str, str], root: Path = MEASUREME
     shown = [[row for row in run.rows if all(row.get(name) == value for name, value in wanted.items())] for run in runs]
     tables = [text_table(rows, filled(rows, columns)) for rows in shown]
     parts = [f"{heading(run)}\n{table}" for run, table in zip(runs, tables, strict=True)]
-    if not any(on_gpu(run) for run in runs):
-        parts.append(f"No GPU run of {experiment!r} is recorded yet, so none is shown.")
-    return "\n\n".join(parts)
+    return "\n\n".join(parts) or f"No run of {experiment!r} is recorded yet."
 
 
 def heading(run: Measurement) -> str:
