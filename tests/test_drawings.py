@@ -51,7 +51,8 @@ def test_a_flat_token_sees_its_own_slot_up_to_itself(rows, title):
 
 def test_a_stem_is_as_high_as_the_gap_before_its_token():
     figure = drawings.gaps({"whole": ([1.0, 2.0], [40.0, 900.0]), "chunks": ([1.0], [50.0])}, "A title")
-    heights = [path.vertices[1].tolist() for stems in figure.axes[0].collections for path in stems.get_paths()]
+    stems = [stem for ax in figure.axes for run in ax.collections for stem in run.get_paths()]
+    heights = [stem.vertices[1].tolist() for stem in stems]
     assert heights == [[1.0, 40.0], [2.0, 900.0], [1.0, 50.0]]
 
 

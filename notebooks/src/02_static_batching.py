@@ -398,7 +398,7 @@ print("8 rows that all decode: {:.2f} ({:.2f} to {:.2f}) times the tokens/s of o
 print("8 clients of a service: {:.2f} ({:.2f} to {:.2f}) times those of one client".format(*clients_side),
       f"with {eight_clients['mean_rows']:.2f} rows on average")
 apart = rows_side[1] > clients_side[2] or clients_side[1] > rows_side[2]
-print("the ranges", "do not overlap: the two measure different things" if apart else "overlap: noise alone explains it")
+print("the ranges do not overlap: it is not noise" if apart else "the ranges overlap: noise alone could explain it")
 
 # %% [markdown]
 # They do measure different things. In the first table eight rows decode at every step. In the second, clients ask again

@@ -491,6 +491,8 @@ drawings.gaps(
 )
 
 # %% [markdown]
+# Each stem is a token of one stream, as high as the time since the token before it.
+#
 # A chunk's budget is a trade. A small one keeps the streams smooth. But every chunk reads the weights again, and
 # its last tokens look back over all chunks before, so the late request's own first token comes no sooner, often
 # later. The last column of the table says by how much here.

@@ -115,15 +115,13 @@ def flat_mask(rows: Sequence[tuple[int, int, int]]) -> Figure:
 
 
 def gaps(runs: Mapping[str, tuple[Sequence[float], Sequence[float]]], title: str) -> Figure:
-    """A stem for each token of a stream: when it came, in seconds, and how many ms after the token before it."""
-    with drawing(size=(9, 4)) as (figure, axes):
-        ax, lowest = axes[0, 0], min(min(waits) for _, waits in runs.values())
-        ax.set_yscale("log")
-        for number, (name, (moments, waits)) in enumerate(runs.items(), start=1):
-            ax.vlines(moments, 0.8 * lowest, waits, color=colour(number), linewidth=1.5)
-            ax.plot(moments, waits, "os"[number % 2], color=colour(number), label=name)
-        ax.set(xlabel="seconds since the streams began", ylabel="ms since the stream's last token", ylim=0.8 * lowest)
-        ax.yaxis.set_major_formatter(thousands)
-        ax.legend()
+    """One panel a run, a stem for each token of a stream: when it came, in s, and how many ms after the one before."""
+    with drawing(len(runs), size=(9, 1.2 + 1.7 * len(runs)), sharex=True, sharey=True) as (figure, axes):
+        for number, (ax, (name, (moments, waits))) in enumerate(zip(axes[:, 0], runs.items(), strict=True), start=1):
+            ax.vlines(moments, 0, waits, color=colour(number), linewidth=1.5)
+            ax.plot(moments, waits, "o", color=colour(number), markersize=4)
+            ax.set(title=name, ylabel="ms", ylim=0)
+            ax.yaxis.set_major_formatter(thousands)
+        axes[-1, 0].set_xlabel("seconds since the streams began")
         headline(figure, title)
     return figure
