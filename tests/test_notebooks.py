@@ -104,6 +104,43 @@ def test_each_chapter_has_its_parts_in_their_order(name):
     assert -1 not in places and places == sorted(places), dict(zip(ENDING, places, strict=False))
 
 
+GUESS = re.compile(r'^guess\("([^"]+)", None\)$', re.M)
+REVEAL = re.compile(r'reveal\((f?)"([^"]+)"')
+
+
+def unrevealed(text: str) -> list[str]:
+    """The guesses of a page that nothing measured is ever set beside, as far as the names can be read."""
+    if re.search(r'reveal\((?!f?")', text):
+        return []
+    # A name that is put together, "{phase}, times", reveals all that fit.
+    patterns = [re.sub(r"\\{.*?\\}", ".+", re.escape(about)) if f else re.escape(about)
+                for f, about in REVEAL.findall(text)]
+    return [about for about in GUESS.findall(text) if not any(re.fullmatch(each, about) for each in patterns)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_guess_is_asked_blank_revealed_and_listed_before_the_exercise(name):
+    text = (FOLDER / "src" / f"{name}.py").read_text(encoding="utf-8")
+    assert not re.search(r"^guess\((?!.*None\)$)", text, re.M), "a guess that the author has made"
+    assert not (silent := unrevealed(text)), f"never revealed: {silent}"
+    if GUESS.search(text):
+        assert "# %%\nguesses()\n" in text and text.index("\nguesses()\n") < text.index("## Exercise")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_compared_cell_shows_a_learners_guess(name):
+    cells = build.convert(FOLDER / "src" / f"{name}.py").cells
+    assert not [c.source for c in cells if c.source.startswith(CHECK) and re.search(r"reveal\(|guesses\(", c.source)]
+
+
+def test_a_guess_that_is_never_revealed_is_found():
+    asked = 'guess("steps", None)\nguess("share, first", None)\nguess("share, 8 of 9", None)\n'
+    assert unrevealed(asked + 'reveal(f"share, {part}", 1)') == ["steps"]
+    assert unrevealed(asked + 'reveal("steps", 1)') == ["share, first", "share, 8 of 9"]
+    fits_one = 'reveal("steps", 1)\nreveal("share, .*", 1)\nreveal(f"share, 8 of {n}", 9)'
+    assert unrevealed(asked + fits_one) == ["share, first"]
+
+
 # --- and these tests, and nbval, can fail -----------------------------------------------------------------------
 
 SOURCE = """\
@@ -252,3 +289,30 @@ def test_nbval_fails_on_a_fault_planted_in_the_package(tmp_path):
     run = subprocess.run([*command, *files], cwd=tmp_path, capture_output=True, text=True)
     assert re.findall(r"^FAILED (\w+)\.ipynb", run.stdout, flags=re.M) == ["wrong", "wrong"], run.stdout + run.stderr
     assert "2 failed, 6 passed" in run.stdout
+
+
+# In each page's own code, one thing wrong that raises no error.
+OWN_FAULTS = {
+    "01_decode_loop": ("cache.length += len(feed)", "cache.length += 1"),  # a cache that forgets most of the prompt
+    "02_static_batching": ("[len(request.prompt) - 1 for", "[longest - 1 for"),  # what follows the padding
+    "03_continuous_batching": ("self.keys[layer, slot, start:end]", "self.keys[layer, 0, start:end]"),  # all in slot 0
+}
+
+
+@pytest.mark.parametrize("name", OWN_FAULTS)
+def test_nbval_fails_on_a_fault_planted_in_what_the_page_builds(name, tmp_path, smollm2_dir):
+    """The page up to its comparison with the package, as it is stored, and with the fault in it."""
+    right, wrong = OWN_FAULTS[name]
+    cells = [copy(cell) for cell in nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells]
+    start = next(at for at, cell in enumerate(cells) if cell.source.startswith("## The same tokens"))
+    cells = [cell for cell in cells[: start + 2] if cell.cell_type == "code"]
+    assert cells[-1].source.startswith(CHECK) and sum(cell.source.count(right) for cell in cells) == 1
+    for file in ("right", "wrong"):
+        notebook = nbformat.v4.new_notebook(cells=cells, metadata=build.METADATA)
+        nbformat.write(notebook, tmp_path / f"{file}.ipynb")
+        for cell in cells:
+            cell.source = cell.source.replace(right, wrong)
+    command = [sys.executable, "-m", "pytest", "--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=120", "-rf"]
+    run = subprocess.run([*command, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, env=os.environ
+                         | {"MINILLM_QUICK": "1", "PYTHONPATH": str(FOLDER.parent)})
+    assert set(re.findall(r"^FAILED (\w+)\.ipynb", run.stdout, flags=re.M)) == {"wrong"}, run.stdout + run.stderr

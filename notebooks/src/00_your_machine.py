@@ -24,24 +24,9 @@ if importlib.util.find_spec("minillm") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "..[lab]"], check=True)
 
 # %%
-import os
-
 import minillm
-from minillm.course.experiments import limits
-from minillm.course.setting import Setting
-from minillm.course.show import plots, service_plots
-from minillm.course.show.live import progress
-from minillm.course.show.recorded import ledger, recorded
-from minillm.course.show.source import show_source
-from minillm.course.show.tables import text_table
-from minillm.ladder.quantized import kv_bytes_per_token
-from minillm.load.config import ModelConfig
-from minillm.measure import roofline
-from minillm.measure.measurement import device_name
-from minillm.measure.roofline import Ceilings, StepShape, StepWork, least_work
-from minillm.measure.virtual import DEVICES, CostModel
+from minillm.course.show.page import *  # guess, reveal, plots, text_table, show_source, ledger and the like
 
-QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 setting = Setting(quick=QUICK, progress=progress)
 model = setting.timed_model  # on a GPU random weights of Llama-3-8B's shape: the default model is too small for one
 print(device_name(model.device))
@@ -50,10 +35,12 @@ print(device_name(model.device))
 # ## Predict
 #
 # How many GB per second does this machine read from memory, and how many GFLOP per second (10⁹ multiplications and
-# additions) does it reach in a product of two large matrices? Write your guess down, even a wild one.
+# additions) does it reach in a product of two large matrices? Write your guess in place of `None`, even a wild one. It
+# is kept and set beside what is measured; a blank one stays silent.
 
 # %%
-my_guess = {"GB/s": None, "GFLOP/s": None}
+guess("GB/s that this machine reads", None)
+guess("GFLOP/s that it multiplies", None)
 
 # %% [markdown]
 # ## Build: two readings
@@ -63,6 +50,8 @@ my_guess = {"GB/s": None, "GFLOP/s": None}
 # we want a limit.
 
 # %%
+from minillm.measure import roofline
+
 show_source(roofline.measured_bandwidth, roofline.measured_matmul_rate)
 
 # %%
@@ -70,6 +59,8 @@ ceilings = setting.ceilings  # measured here, and kept
 print(f"reads {ceilings.bytes_per_s / 1e9:,.1f} GB/s")
 print(f"multiplies {ceilings.flops_per_s / 1e9:,.0f} GFLOP/s")
 print(f"in the time of reading one byte it multiplies {ceilings.flops_per_s / ceilings.bytes_per_s:.1f} FLOP")
+reveal("GB/s that this machine reads", ceilings.bytes_per_s / 1e9)
+reveal("GFLOP/s that it multiplies", ceilings.flops_per_s / 1e9)
 
 # %% [markdown]
 # The last line is the machine's **ridge**. Work that does fewer FLOP per byte than this waits for memory; work that
@@ -81,10 +72,12 @@ print(f"in the time of reading one byte it multiplies {ceilings.flops_per_s / ce
 # keys and values of the text so far are read too. `least_work` adds up both.
 
 # %%
+from minillm.measure.roofline import Ceilings, StepShape, StepWork, least_work
+
 show_source(least_work)
 
 # %% [markdown]
-# By hand, for this model: each weight is 2 FLOP. In fp32 a weight is 4 bytes, so a decoded token does about
+# In numbers, for this model: each weight is 2 FLOP. In fp32 a weight is 4 bytes, so a decoded token does about
 # 2 / 4 = 0.5 FLOP for each byte. In 16 bits it is 1. A prefill of 256 tokens reads the weights once as well, and
 # multiplies for 256 tokens.
 #
@@ -121,16 +114,18 @@ print("at the ridge both take the same time:", easy.mbu(at_the_ridge, 1.0) == ea
 # ## Predict: tokens per second
 #
 # You have your machine's bandwidth above, and the bytes of a step. One request, one token a step: how many tokens
-# per second at most? Write it down before the next cell works it out.
+# per second at most? And how many per cent of that does the model reach? Write both down before the next cells.
 
 # %%
-my_guess = None
+guess("tokens/s of one request, at most", None)
+guess("share of it that is reached, %", None)
 
 # %%
 one = least_work(model.config, "fp32" if model.dtype.itemsize == 4 else "bf16", StepShape.decode([64]),
                  model.weight_bytes)
 print(f"{one.bytes / 1e6:.0f} MB at {ceilings.bytes_per_s / 1e9:.1f} GB/s: at most "
       f"{1 / ceilings.least_seconds(one):,.0f} tokens/s")
+reveal("tokens/s of one request, at most", 1 / ceilings.least_seconds(one))
 
 # %% [markdown]
 # ## Measure
@@ -140,20 +135,21 @@ print(f"{one.bytes / 1e6:.0f} MB at {ceilings.bytes_per_s / 1e9:.1f} GB/s: at mo
 # matmul rate that its FLOP account for.
 
 # %%
+from minillm.course.experiments import limits
+
 steps = limits.roofline_steps(setting)
-STEP_COLUMNS = {"kind": "step", "tokens": "tokens", "read_mb": "must read MB", "gflop": "GFLOP",
-                "flop_per_byte": "FLOP/byte", "least_ms": "least ms", "step_ms": "measured ms", "mbu": "MBU",
-                "mfu": "MFU", "bound_by": "bound by"}
-print(text_table(steps.rows, STEP_COLUMNS))
+STEPS_MEASURED = {"kind": "step", "tokens": "tokens", "least_ms": "least ms", "step_ms": "measured ms", "mbu": "MBU",
+                  "mfu": "MFU"}
+print(text_table(steps.rows, STEPS_MEASURED))
 
 # %%
 service_plots.roofline(steps.rows, ceilings)
 
 # %% [markdown]
 # A point under the slanted part waits for memory, one under the level part for the arithmetic units. How far it
-# lies below the roof is time that neither limit explains. Going from left to right along the decode points, more
-# rows share one reading of the weights: that is batching, and chapter 2. A point above the roof means that something
-# else kept the machine busy while the limits were read: run the page again.
+# lies below the roof is time spent on neither reading nor multiplying at full speed. Going from left to right along the
+# decode points, more rows share one reading of the weights: that is batching, and chapter 2. A point above the roof
+# means that something else kept the machine busy while the limits were read: run the page again.
 
 # %%
 decoded, longest = steps.rows[0], steps.rows[-1]
@@ -161,14 +157,35 @@ print(f"predicted at most {1e3 / decoded['least_ms']:,.0f} tokens/s for one requ
       f"{decoded['tokens_per_s']:,.0f}: {decoded['least_ms'] / decoded['step_ms']:.0%}")
 print(f"prefill of {longest['tokens']}: {longest['tokens_per_s']:,.0f} tokens/s, "
       f"{longest['tokens_per_s'] / decoded['tokens_per_s']:.0f} times the decode of one request")
+reveal("share of it that is reached, %", 100 * decoded["least_ms"] / decoded["step_ms"])
 
 # %% [markdown]
-# On other devices:
+# ## Eight prompts, or eight rows that decode
+#
+# A prompt of a hundred tokens already shares one reading of the weights among its hundred tokens. A row that decodes
+# shares it with nothing. Predict: how many times the tokens per second do eight *prompts* in one step give, beside
+# one? And eight rows that decode?
 
 # %%
-print(recorded("roofline_steps", STEP_COLUMNS))
+guess("eight prompts, times the tokens/s of one", None)
+guess("eight rows that decode, times the tokens/s of one", None)
+
+# %%
+phases = limits.prefill(setting)
+PHASES = {"phase": "phase", "rows": "rows", "tokens_each": "tokens each", "tokens_per_s": "tokens/s", "mbu": "MBU",
+          "mfu": "MFU"}
+print(text_table(phases.rows, PHASES))
+speed = {(row["phase"], row["rows"], row["tokens_each"]): row["tokens_per_s"] for row in phases.rows}
+for phase, words in (("prefill", "eight prompts"), ("decode", "eight rows that decode")):
+    tokens = next(each for at, rows, each in speed if (at, rows) == (phase, 8))
+    times = speed[phase, 8, tokens] / speed[phase, 1, tokens]
+    print(f"{words} give {times:.2f} times the tokens/s of one")
+    reveal(f"{words}, times the tokens/s of one", times)
 
 # %% [markdown]
+# A prompt uses the arithmetic units well by itself, so there is little to gain from a second one. Rows that decode
+# leave them idle: that is the gain of chapter 2.
+#
 # ## From a data sheet
 #
 # The same division for machines that you may not have. Llama-3-8B in 16 bits reads 15.0 GB a step. `CostModel` takes
@@ -176,7 +193,10 @@ print(recorded("roofline_steps", STEP_COLUMNS))
 
 # %%
 # NBVAL_CHECK_OUTPUT
-llama = ModelConfig.preset("llama-3-8b")
+from minillm.ladder.quantized import kv_bytes_per_token
+from minillm.measure.virtual import DEVICES, CostModel
+
+llama = minillm.ModelConfig.preset("llama-3-8b")
 read = 2 * roofline.read_numbers(llama)
 print(f"weights read a step: {read / 1e9:.1f} GB; keys and values: {kv_bytes_per_token(llama, 'bf16'):,} bytes a token")
 for name in ("l4", "rtx-4090", "a100-80gb", "h100", "h200"):
@@ -188,13 +208,13 @@ for name in ("l4", "rtx-4090", "a100-80gb", "h100", "h200"):
 # %% [markdown]
 # ## Where it loses
 #
-# The roofline counts work. A step also costs something for being a step: each operation must be called, and on a GPU
+# The roofline counts work. Every step also has a fixed overhead: each operation must be called, and on a GPU
 # launched. A small model does almost no work in as many calls. Here is the model beside ever narrower ones with as many
 # layers and random weights, one token each. The narrowest reads about sixty times less than the model. How many times
 # faster is its step? Write it down.
 
 # %%
-my_guess = None
+guess("times faster, the narrowest model's step", None)
 
 # %%
 narrow = limits.mbu_by_width(setting)
@@ -205,17 +225,50 @@ print(text_table(narrow.rows, NARROW))
 # %%
 widths = [row["width"] for row in narrow.rows]
 wide, slim = narrow.rows[0], narrow.rows[-1]
+faster = wide["step_ms"] / slim["step_ms"]
+reveal("times faster, the narrowest model's step", faster)
 plots.curves(
     {"measured": (widths, [row["step_ms"] for row in narrow.rows]),
      "least, by the roofline": (widths, [row["least_ms"] for row in narrow.rows])},
-    f"{wide['read_mb'] / slim['read_mb']:.0f} times less to read makes a step {wide['step_ms'] / slim['step_ms']:.1f} "
-    f"times faster: what is left is {slim['lost_ms']:.1f} ms of calls",
+    f"{wide['read_mb'] / slim['read_mb']:.0f} times less to read makes a step {faster:.1f} times faster: "
+    f"at the narrow end nearly all of its {slim['step_ms']:.1f} ms are calls",
     f"hidden size ({model.config.num_hidden_layers} layers each)", "ms for one token", log_x=True, log_y=True,
 )
 
 # %% [markdown]
-# This is why a small model on a large GPU runs far below its roof unless its launches are recorded once and replayed
-# (CUDA graphs).
+# The narrowest model makes the same calls as the full one and does almost no work, so its time is the price of the
+# calls. But do the calls explain what the *full* model loses? Time its matrix products alone, each once and in their
+# order, with nothing between them, and split the step:
+
+# %%
+import torch
+
+from minillm.measure.measurement import time_seconds
+
+linears = [*(getattr(layer, name) for layer in model.layers for name in layer.LINEARS), model.head]
+inputs = [torch.randn(1, each.weight.shape[1], device=model.device, dtype=model.dtype) for each in linears]  # [1, in]
+
+
+@torch.inference_mode()
+def products():
+    for linear, x in zip(linears, inputs, strict=True):
+        linear(x)  # [1, out]
+
+
+alone_ms, calls = 1e3 * time_seconds(products, model.device, warmups=3, repeats=7).median, slim["lost_ms"]
+print(f"{wide['step_ms']:>6.1f} ms  the step of the full model, of which")
+print(f"{wide['least_ms']:>6.1f} ms  are the reading of all weights, at the speed of a copy")
+print(f"{alone_ms - wide['least_ms']:>6.1f} ms  are what its {len(linears)} matrix products take beyond that")
+print(f"{calls:>6.1f} ms  are calls, as the narrowest model has them: {calls / wide['lost_ms']:.0%} of what is lost")
+print(f"{wide['step_ms'] - alone_ms - calls:>6.1f} ms  are neither")
+
+# %% [markdown]
+# Calls are fixed: every step pays for them, whatever it reads. So a small model on a large GPU runs far below its roof
+# unless its launches are recorded once and replayed (CUDA graphs). The products are the loss that grows with the
+# weights: a product with one row can read its matrix more slowly than a large copy runs. (They contain calls of their
+# own, which are counted twice here.) The last line is the rest: attention, norms, what one operation evicts from the
+# processor's caches before the next needs it, and the noise of figures that were not measured at the same time, which
+# can make it negative. The roofline is a bound and not a forecast.
 #
 # Other things that the two numbers do not know: a laptop that gets warm, a machine that others use at the same time,
 # and a model that fits into a cache.
@@ -223,13 +276,29 @@ plots.curves(
 # ## Claims of the ledger that this page settles
 #
 # Two articles on LLM serving gave this course its questions. The **ledger** lists what they claim, each claim with an
-# experiment and a rule that judges it
-# ([the whole of it](CLAIMS.md)). Each page ends with the claims that it
+# experiment and a rule that judges it ([the whole of it](CLAIMS.md)). Each page ends with the claims that it
 # settles: by what it measured just now on this device, and by every recorded run. A1 asks for the step of fewer and
-# fewer layers, A2 for prompts alone and several at once, so both are measured first.
+# fewer layers, which is measured first.
 
 # %%
-print(ledger({"A1": limits.decode_step(setting), "A2": limits.prefill(setting)}))
+by_depth = limits.decode_step(setting)
+print(ledger({"A1": by_depth, "A2": phases, "A3": phases, "A6": phases}))
+
+# %% [markdown]
+# A1 is the thesis of this course, so read its verdict closely. "Holds in direction" means that the bytes decide how the
+# time grows, and that a step takes longer than the claim says. In numbers:
+
+# %%
+deep, shallow = by_depth.rows[0], by_depth.rows[-1]
+print(f"one token reads {deep['weight_mb']:.0f} MB, which takes {deep['read_ms']:.1f} ms at the bandwidth of a copy; "
+      f"the step takes {deep['step_ms']:.1f} ms, {deep['step_ms'] / deep['read_ms']:.1f} times as long")
+print(f"{deep['weight_mb'] / shallow['weight_mb']:.1f} times the bytes take {deep['step_ms'] / shallow['step_ms']:.1f} "
+      f"times as long, while {1 - deep['mfu']:.0%} of the arithmetic is not used")
+
+# %% [markdown]
+# The arithmetic is idle, and the time follows the bytes: so the step is bound by reading, though not by reading at the
+# speed of a copy. That is all that the next chapters need: whatever shares one reading among more tokens is nearly
+# free. Where the factor is far above 1, the split above says what to look at.
 
 # %% [markdown]
 # ## What a production engine calls this
@@ -241,6 +310,14 @@ print(ledger({"A1": limits.decode_step(setting), "A2": limits.prefill(setting)})
 # | MBU, MFU | the same names in papers and vendors' blogs; profilers show "DRAM throughput", "tensor active" |
 # | cost of calls | launch overhead; CUDA graphs remove it (`--enforce-eager`, `--disable-cuda-graph` do without) |
 #
+# ## Your guesses
+#
+# Those that you made on this page, beside what was measured, the nearest first:
+
+# %%
+guesses()
+
+# %% [markdown]
 # ## Exercise
 #
 # A friend's GPU reads 900 GB/s. Mistral-7B has 7.1 · 10⁹ weights that a step reads. How many tokens per second can one

@@ -2,15 +2,15 @@
 # # 2 · Static batches
 #
 # A decode step reads all the weights to make one token. If eight requests are at that point, one reading can serve
-# all eight. This chapter puts requests into a batch (rung 2), measures what a step then costs, and shows what a
+# all eight. In this chapter you put requests into a batch (rung 2), measure what a step then costs, and count what a
 # batch wastes when it must wait for its longest row.
 #
 # **You will learn**
-# - how several texts go through one forward pass without padding;
-# - what a step with 1, 2, 4 … 32 rows costs, and what bounds it;
-# - where your machine's knee is: the number of people from which more of them only wait longer;
+# - how several texts go through one forward pass;
+# - what a step with 1, 2, 4 … 128 rows costs, and what bounds it;
 # - how to count idle slot-steps before running anything;
-# - what a slot reserves, and how little of that is used.
+# - what a slot reserves, and how little of that is used;
+# - where your machine's knee is: the number of clients from which each further one adds more delay than throughput.
 #
 # **To run this page**: `make lab` in the repository, or `pip install -e ".[lab]"` and open the notebook. Chapter 1
 # comes first.
@@ -26,59 +26,18 @@ if importlib.util.find_spec("minillm") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "..[lab]"], check=True)
 
 # %%
-import os
+from dataclasses import dataclass, field
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 import minillm
-from minillm import Engine, SamplingParams, metrics
-from minillm.course.experiments import batching, common, limits
-from minillm.course.prompts import CHAT_PROMPTS
-from minillm.course.setting import Setting
-from minillm.course.show import plots
-from minillm.course.show.live import progress
-from minillm.course.show.recorded import ledger, recorded
-from minillm.course.show.source import show_source
-from minillm.course.show.tables import text_table
-from minillm.ladder.attention import RowSpan, StepAttention
-from minillm.ladder.continuous import StaticBatching
-from minillm.ladder.decode import decode_cached
-from minillm.ladder.executor import ModelExecutor
-from minillm.ladder.quantized import kv_bytes_per_token, kv_storage
-from minillm.ladder.static import SlotCache, decode_batch
-from minillm.measure.measurement import device_name
-from minillm.measure.roofline import StepShape, least_work
-from minillm.measure.workload import articles_static
+from minillm.course.show.page import *  # guess, reveal, plots, drawings, text_table, show_source, ledger and the like
 
-QUICK = os.environ.get("MINILLM_QUICK") == "1"  # small sizes, for tests
 model = minillm.load_model(dtype="fp32")
 tokenizer = minillm.load_tokenizer()
+config, EOS = model.config, model.config.eos_token_id
 print(device_name(model.device))
-
-# %% [markdown]
-# ## A batch is a longer list
-#
-# The model takes a flat list of tokens, each with its position. Nothing in a linear layer or a norm asks which text
-# a token belongs to. Only attention has to know, and the cache object runs attention: it is told where each row
-# begins and where its keys and values are stored.
-#
-# So two prompts of different lengths go through one pass as one list. The engine does this, and pads nothing; how it
-# finds each row's keys is chapter 4.
-
-# %%
-# NBVAL_CHECK_OUTPUT
-a, b = tokenizer.chat("What is the capital of France?"), tokenizer.chat("Name a colour.")
-storage = kv_storage(model.config, "fp32", 8 * 16 + 1, model.device)  # 8 blocks of 16 tokens, and one scratch slot
-rows = [RowSpan(start=0, count=len(a), block_table=[0, 1, 2]), RowSpan(start=0, count=len(b), block_table=[3, 4, 5])]
-step = StepAttention(storage, rows, 16, 8 * 16)
-last = torch.tensor([row.count for row in rows]).cumsum(0) - 1  # the last token of each row
-with torch.inference_mode():
-    tokens = torch.tensor([*a, *b], device=model.device)  # [N]
-    logits = model.forward(tokens, step.positions.to(model.device), step, last.to(model.device))  # [2, V]
-together = logits.argmax(-1).tolist()
-apart = [next(decode_cached(model, prompt, 1)) for prompt in (a, b)]
-print(f"rows of {len(a)} and {len(b)} tokens: {len(tokens)} fed; with padding it would be {2 * max(len(a), len(b))}")
-print(f"next tokens: {[tokenizer.decode([token]) for token in together]}; as when alone: {together == apart}")
 
 # %% [markdown]
 # ## Predict
@@ -90,11 +49,13 @@ print(f"next tokens: {[tokenizer.decode([token]) for token in together]}; as whe
 # - so, how many times as long does the step take? Write that number down.
 
 # %%
-my_guess = None  # times as long, for 8 rows
+guess("a step of 8 rows, times a step of one", None)
 
 # %%
 # NBVAL_CHECK_OUTPUT
-works = {n: least_work(model.config, "fp32", StepShape.decode([64] * n), model.weight_bytes) for n in (1, 8, 32)}
+from minillm.measure.roofline import StepShape, least_work
+
+works = {n: least_work(config, "fp32", StepShape.decode([64] * n), model.weight_bytes) for n in (1, 8, 32)}
 for n, work in works.items():
     print(f"{n:>2} rows: {work.bytes / 1e6:.0f} MB to read ({work.bytes / works[1].bytes:.2f} times), "
           f"{work.flops / 1e9:.2f} GFLOP to do ({work.flops / works[1].flops:.0f} times)")
@@ -116,135 +77,178 @@ for n, work in works.items():
           f"at least {reach.least_seconds(work) / reach.least_seconds(works[1]):.2f} times the step of one row")
 
 # %% [markdown]
-# ## Build
+# ## Build: a slot for each row
 #
-# Rung 2 is rung 1's loop over a batch. Every prompt is padded to the longest, and each step feeds one token of every
-# row. A row that has ended stays in every forward pass until the batch is over: it feeds its last stored token again,
-# and what it samples is dropped. We count that as an **idle slot-step**.
+# From here on there are several texts, so what chapter 1 kept in variables of its loop goes into an object: a prompt,
+# the most tokens that its answer may have, and the answer so far.
 
 # %%
-show_source(decode_batch)
+@dataclass
+class Request:
+    name: str
+    prompt: list[int]
+    limit: int  # the most tokens of its answer
+    stops: tuple = EOS  # tokens that end it earlier
+    answer: list[int] = field(default_factory=list)
+
+    @property
+    def ended(self):
+        return len(self.answer) == self.limit or (bool(self.answer) and self.answer[-1] in self.stops)
+
 
 # %% [markdown]
-# The cache has a slot for each row, as long as the longest text of the batch. A token is stored at its position and
-# sees all positions up to its own, so what padding writes after a prompt is hidden, and overwritten as the row grows.
+# The model takes a flat list of tokens, and nothing in a linear layer or a norm asks which text a token belongs to. So
+# a batch of B rows with n tokens each is a list of B · n tokens. Only the object that runs attention must know the
+# rows. Compare it with chapter 1's `Cache`:
+#
+# - the tensors have one axis more, B: each row has a **slot**, as long as the longest text may become;
+# - a token is stored at its own position in its row's slot, where chapter 1 had `length`;
+# - the mask has a row axis too: each row's token sees its own slot, up to its own position.
 
 # %%
-show_source(SlotCache)
+class Slots:
+    """Keys and values of B rows, each in a slot of its own with room for `capacity` tokens."""
+
+    def __init__(self, rows, capacity):
+        shape = (config.num_hidden_layers, rows, capacity, config.num_key_value_heads, config.head_dim)
+        self.keys = torch.zeros(shape, device=model.device)  # [L, B, S, Hkv, D]
+        self.values = torch.zeros_like(self.keys)  # [L, B, S, Hkv, D]
+        self.row = torch.arange(rows, device=model.device)[:, None]  # [B, 1]
+        self.place = torch.arange(capacity, device=model.device)  # [S]
+
+    def attend(self, layer, q, k, v):
+        at = self.positions  # [B, n], of this forward's tokens
+        self.keys[layer, self.row, at] = k.unflatten(0, at.shape)  # [B, n, Hkv, D]
+        self.values[layer, self.row, at] = v.unflatten(0, at.shape)
+        sees = self.place <= at[:, None, :, None]  # [B, 1, n, S]
+        q = q.unflatten(0, at.shape).transpose(1, 2)  # [B, Hq, n, D]
+        k, v = (x[layer].transpose(1, 2) for x in (self.keys, self.values))  # [B, Hkv, S, D]
+        return scaled_dot_product_attention(q, k, v, sees, enable_gqa=True).transpose(1, 2).flatten(0, 1)
+
 
 # %% [markdown]
-# The engine, which the rest of this page measures, has the same policy for its own memory: admit only into an empty
-# batch, and let no row leave before the last has ended. Here is how its forward pass lays the rows end to end.
+# One forward pass for B rows. The fourth argument of `model.forward` names the tokens whose logits are wanted: the
+# last one of each row.
 
 # %%
-show_source(StaticBatching, ModelExecutor.logits)
+def forward(cache, feed, starts, last):
+    """Feed B rows of n tokens, each row from its own start -> logits after token last[b] of each row [B, V]."""
+    tokens = torch.tensor(feed, device=model.device)  # [B, n]
+    rows, n = tokens.shape
+    cache.positions = torch.tensor(starts, device=model.device)[:, None] + torch.arange(n, device=model.device)
+    wanted = torch.arange(rows) * n + torch.tensor(last)  # [B], among the flat tokens
+    return model.forward(tokens.flatten(), cache.positions.flatten(), cache, wanted.to(model.device))
+
+
+# %% [markdown]
+# ## Build: chapter 1's loop, for all rows
+#
+# Line by line beside `cached_loop`:
+#
+# - every prompt is padded to the longest. What padding writes after a prompt is not seen, since a token sees only up to
+#   its own position, and it is overwritten as the row grows;
+# - each step takes one token for every row, not for one;
+# - the loop ends with the **longest** row. Until then a row that has ended stays in the batch: it feeds its last token
+#   again, and what the model says is dropped. That is an **idle slot-step**;
+# - `steps` notes for each step which slot held which request, and whether it was idle.
+
+# %%
+@torch.inference_mode()
+def static_batch(requests, forward=forward):
+    """Rung 2: all requests in one batch, until the last has ended -> for each step (slot, name, idle) of each row."""
+    longest, steps = max(len(request.prompt) for request in requests), []
+    cache = Slots(len(requests), longest + max(request.limit for request in requests))
+    feed = [request.prompt + [0] * (longest - len(request.prompt)) for request in requests]  # [B, longest], padded
+    starts, last = [0] * len(requests), [len(request.prompt) - 1 for request in requests]
+    while not all(request.ended for request in requests):
+        steps.append([(slot, request.name, request.ended) for slot, request in enumerate(requests)])
+        tokens = forward(cache, feed, starts, last).argmax(-1).tolist()  # B of them
+        for request, token in zip(requests, tokens, strict=True):
+            if not request.ended:
+                request.answer.append(token)
+        feed = [request.answer[-1:] for request in requests]  # [B, 1]
+        starts = [len(request.prompt) + len(request.answer) - 1 for request in requests]
+        last = [0] * len(requests)
+    return steps
+
+
+def idle_in(steps):
+    return sum(idle for step in steps for _, _, idle in step)
+
 
 # %% [markdown]
 # ## The same tokens
 #
-# Who shares the batch must not change what a request is told. Four prompts, alone (rung 1) and together (rung 2):
+# What else is in the batch must not change a request's answer. Four prompts, alone (rung 1), in your batch, and in
+# the package's two: `decode_batch`, which is a loop like yours, and the engine with this policy. The idle slot-steps
+# are compared as well.
 
 # %%
 # NBVAL_CHECK_OUTPUT
-prompts = [tokenizer.chat(text) for text in CHAT_PROMPTS[:4]]
-alone = [list(decode_cached(model, prompt, 8, model.config.eos_token_id)) for prompt in prompts]
-engine = Engine(model, tokenizer, batching="static", kv="slots", max_batch=4)
-together = engine.generate(prompts, SamplingParams(max_tokens=8))
-for answer, tokens in zip(together, alone, strict=True):
-    print(answer.token_ids == tokens, repr(answer.text))
+from minillm import Engine, SamplingParams
+from minillm.course.prompts import CHAT_PROMPTS
+from minillm.ladder import request as package
+from minillm.ladder.decode import decode_cached
+from minillm.ladder.static import SlotCache, decode_batch, forward_padded
+
+prompts, limits = [tokenizer.chat(text) for text in CHAT_PROMPTS[:4]], [8, 3, 12, 6]
+params = [SamplingParams(max_tokens=limit) for limit in limits]
+alone = [list(decode_cached(model, prompt, limit, EOS)) for prompt, limit in zip(prompts, limits, strict=True)]
+mine = [Request(f"request {i}", prompt, limits[i]) for i, prompt in enumerate(prompts)]
+theirs = [package.Request(i, prompt, params[i], stop_ids=frozenset(EOS)) for i, prompt in enumerate(prompts)]
+engine = Engine(model, batching="static", kv="slots", max_batch=4)
+steps, their_idle = static_batch(mine), decode_batch(model, theirs)
+served = engine.generate(prompts, params)
+for request, by_itself, other, third in zip(mine, alone, theirs, served, strict=True):
+    same = request.answer == by_itself, request.answer == other.output_ids, request.answer == third.token_ids
+    print(*same, repr(tokenizer.decode(request.answer)))
+print(f"{len(steps)} steps, {idle_in(steps)} idle slot-steps; the package counts as many:",
+      idle_in(steps) == their_idle == engine.records.totals["idle_rows"])
 
 # %% [markdown]
-# ## Measure: a step against its rows
-#
-# `batch_curve` lets 1, 2, 4 … rows decode side by side and takes the median of the steps.
+# ## The package's rung 2
 
 # %%
+show_source(decode_batch, forward_padded, SlotCache)
+
+# %% [markdown]
+# What it adds to yours:
+#
+# - `sample`: each request may have its own temperature and its own seed;
+# - the mask is made once for each forward (`begin`), where yours is made in every layer, and attention reaches to the
+#   longest row of now, where yours reaches to the end of the slots;
+# - a request tells what is **known** (`num_tokens`) from what is **stored** (`num_kv`): the newest token is known, but
+#   has no key before it is fed. Your `starts` is the second of these two numbers;
+# - `decode_static`, not shown, cuts a queue into batches.
+#
+# ## Measure: a step against its rows
+#
+# `batch_curve` lets 1, 2, 4 … rows decode side by side in the package's engine and takes the median of the steps.
+
+# %%
+from minillm.course.experiments import batching
+
 by_rows = batching.batch_curve(setting)
-ROWS = {"rows": "rows", "step_ms": "step, ms", "min_ms": "least", "max_ms": "most", "tokens_per_s": "tokens/s",
+ROWS = {"rows": "rows", "step_ms": "step, ms", "min_ms": "least", "max_ms": "most",
         "times_step": "step, times one row", "times_tokens": "tokens/s, times one row"}
 print(text_table(by_rows.rows, ROWS))
 
 # %%
+eight = next(row for row in by_rows.rows if row["rows"] == 8)
+reveal("a step of 8 rows, times a step of one", eight["times_step"])
 plots.tokens_per_s_curve(by_rows.rows)
 
 # %% [markdown]
 # The articles behind this course say: eight times the output for about 1.2 times the time of a step. Your device's
 # answer is in the row for 8. "If rows were free" is one row's speed times the rows. The roofline bends where
-# multiplying begins to take longer than reading; the measured line bends with it, or before it.
+# multiplying begins to take longer than reading; the measured line bends with it, or before it. Where a step of more
+# rows is faster than one of fewer, compare the least of one with the most of the other. If these overlap, it is noise;
+# if not, the matrix library uses another kernel for the other shape.
 #
 # On other devices:
 
 # %%
 print(recorded("batch_curve", ROWS))
-
-# %% [markdown]
-# ## Where is the knee?
-#
-# More rows give more tokens per second, and each of them comes later. Up to some number of people the first grows
-# faster than the second, in per cent: there is something to gain. Past it the second does: people only wait longer.
-# That number is the **knee**. We look for it as a service would: a closed loop of more and more clients, each of whom
-# asks again when answered, and the number with the most tokens per second for each millisecond of waiting (the median,
-# p50).
-#
-# Predict, from the table above: with how many clients does *this* machine have its knee?
-
-# %%
-my_guess = None
-
-# %%
-show_source(batching.knee_of, batching.power)
-
-# %%
-brief = Setting(quick=QUICK or not setting.gpu, progress=progress)  # the full size takes a CPU minutes
-brief.model = setting.model
-by_clients = batching.knee(brief)
-CLIENTS = {"clients": "clients", "mean_rows": "rows, mean", "tokens_per_s": "tokens/s", "tokens_per_s_each": "each",
-           "itl_p50_ms": "ms between tokens, p50", "power": "tokens/s per ms", "knee_share": "share of the resamples"}
-print(text_table(by_clients.rows, CLIENTS))
-
-# %%
-plots.knee_curve(by_clients.rows)
-
-# %% [markdown]
-# Read it from the left. Up to the knee each client adds more throughput than delay; past it, more delay than
-# throughput. The load was played several times. Resampling its requests and its turns 200 times shows how firmly the
-# knee stands where it is drawn: the last column is the share of the resamples with their knee in that row, and the
-# rings mark all rows in which it may lie. A CPU plays a small size here, where the knee may lie beyond the last row.
-# In numbers:
-
-# %%
-alone, crowd = by_clients.rows[0], by_clients.rows[-1]
-knee_row = next(row for row in by_clients.rows if row["knee"])
-for before, after in ((alone, knee_row), (knee_row, crowd)):
-    if before is not after:  # a knee may lie at an end
-        print(f"from {before['clients']} to {after['clients']} clients: "
-              f"{after['tokens_per_s'] / before['tokens_per_s']:.1f} times the tokens/s, "
-              f"{after['itl_p50_ms'] / before['itl_p50_ms']:.1f} times the wait for the next token")
-print(f"the knee may lie at {', '.join(str(row['clients']) for row in batching.knees_of(by_clients.rows))} clients")
-
-# %% [markdown]
-# A service that must be quick stops at the knee; one that must be cheap goes on past it, for as long as the line still
-# moves to the right.
-#
-# On other devices:
-
-# %%
-print(recorded("knee", CLIENTS))
-
-# %% [markdown]
-# ## And prompts?
-#
-# A prompt of a hundred tokens already shares one reading of the weights among its hundred tokens. Predict: how many
-# times the tokens per second do eight *prompts* in one step give, beside one? And eight rows that decode?
-
-# %%
-my_guess = {"eight prompts": None, "eight rows that decode": None}
-
-# %%
-prompts_too = limits.prefill(setting)
-PHASES = {"phase": "phase", "rows": "rows", "tokens_each": "tokens each", "step_ms": "step, ms",
-          "tokens_per_s": "tokens/s", "mbu": "MBU", "mfu": "MFU"}
-print(text_table(prompts_too.rows, PHASES))
 
 # %% [markdown]
 # ## Idle slot-steps
@@ -256,7 +260,8 @@ print(text_table(prompts_too.rows, PHASES))
 # How many slot-steps are there, and how many of them are idle? And for a pair of 80 and 800? Write it down.
 
 # %%
-my_guess = {"one of 800, seven of 40": None, "80 beside 800": None}
+guess("idle slot-steps, one answer of 800 and seven of 40", None)
+guess("idle slot-steps, 80 beside 800", None)
 
 
 # %%
@@ -265,97 +270,174 @@ def idle_slot_steps(answers):
     return sum(max(answers) - answer for answer in answers)
 
 
-for answers in ([800, *[40] * 7], [80, 800]):
+ARTICLES = [800, *[40] * 7]
+for answers in (ARTICLES, [80, 800]):
     idle, all_steps = idle_slot_steps(answers), len(answers) * max(answers)
     print(f"{answers}: {idle:,} of {all_steps:,} slot-steps are idle, {idle / all_steps:.0%}")
 
 # %% [markdown]
-# Let the scheduler do it. To count steps no model is needed: `NoForward` hands token 0 to every row that is due,
-# and the scheduler cannot tell. It is the real scheduler, so the count is exact, and it takes milliseconds.
-
-# %%
-show_source(common.NoForward, common.count)
+# Let your loop count. That needs no model: `no_forward` says token 0 for every row, and the loop cannot tell. The
+# package's engine counts the same way, with its real scheduler.
 
 # %%
 # NBVAL_CHECK_OUTPUT
-for answers in ([800, *[40] * 7], [80, 800]):
-    records = common.count(model.config, articles_static(answers), batching="static", kv="slots", max_batch=8)
-    steps, found = records.totals["steps"], records.totals["idle_rows"]
-    as_predicted = found == idle_slot_steps(answers)
-    print(f"{answers}: {steps} steps, {found:,} idle slot-steps, as predicted: {as_predicted}")
+from minillm.course.experiments import common
+from minillm.measure.workload import articles_static
+
+
+def no_forward(cache, feed, starts, last):
+    return torch.zeros(len(feed), 1)  # [B, V], a vocabulary of one
+
+
+def asking_for(answers, prompt=(1,)):
+    """A request for each length, which nothing ends before it."""
+    return [Request(f"request {i}", list(prompt), limit, stops=()) for i, limit in enumerate(answers)]
+
+
+for answers in (ARTICLES, [80, 800]):
+    steps = static_batch(asking_for(answers), no_forward)
+    engines = common.count(config, articles_static(answers), batching="static", kv="slots", max_batch=8).totals
+    print(f"{answers}: {len(steps)} steps, {idle_in(steps):,} idle slot-steps; "
+          f"as predicted: {idle_in(steps) == idle_slot_steps(answers)}; "
+          f"the engine's count: {(len(steps), idle_in(steps)) == (engines['steps'], engines['idle_rows'])}")
 
 # %% [markdown]
-# The same with the model itself, at a twentieth of the length: one answer of 40 tokens, seven of 2.
-
-# %%
-short = articles_static(scale=0.05)
-engine_records = common.serve(model, short, batching="static", kv="slots", max_batch=8)
+# And with the model, at a twentieth of the length: one answer of 40 tokens, seven of 2. Who sits where:
 
 # %%
 # NBVAL_CHECK_OUTPUT
-answers = [item.output_tokens for item in short]
-batch = metrics.summary(engine_records)["batch"]
-found = batch["idle_row_steps"]
-print(f"{answers}: {found} idle slot-steps, as predicted: {found == idle_slot_steps(answers)}")
-print(f"{batch['idle_share']:.0%} of all slot-steps; rows that worked, on average: {batch['mean_rows']:.2f} of 8")
+short = asking_for([40, *[2] * 7], prompt=prompts[0])
+short_steps = static_batch(short)
+slot_steps = len(short_steps) * len(short)
+print(f"{idle_in(short_steps)} of {slot_steps} slot-steps are idle, {idle_in(short_steps) / slot_steps:.0%}; "
+      f"rows that worked, on average: {(slot_steps - idle_in(short_steps)) / len(short_steps):.2f} of 8")
 
 # %%
-plots.slot_timeline({"one answer of 40 tokens, seven of 2": engine_records}, unit="step")
+reveal("idle slot-steps, one answer of 800 and seven of 40", idle_slot_steps(ARTICLES))
+reveal("idle slot-steps, 80 beside 800", idle_slot_steps([80, 800]))
+drawings.slots_by_step({"one answer of 40 tokens, seven of 2": short_steps})
 
 # %% [markdown]
 # ## What a slot reserves
 #
-# A slot is one contiguous run of memory for one request. Nobody can move it later, so it is sized at the start for
-# the longest that the request may become: its prompt and its `max_tokens`. The server does not know that seven of
-# these answers will end after two tokens. Which share of what was reserved holds something at the last step? Guess.
+# A slot is one contiguous run of memory. Its place is fixed when the batch starts, so it is as long as the longest
+# text may become: prompt and `limit`. How long an answer really gets is not known then. Here are four questions, each
+# of which may have 128 tokens of answer, and whose answers turn out to be short. Which share of what was reserved holds
+# a key at the end of the batch, in per cent?
 
 # %%
-my_guess = None
+guess("share of the reserved slots that is used, %", None)
 
 # %%
 # NBVAL_CHECK_OUTPUT
-step = engine_records.steps[-1]  # the last step, when most is stored
-blocks = sum(-(-(len(item.prompt_ids) + item.max_tokens - 1) // 16) for item in short)  # whole blocks of 16 tokens
-print(f"reserved {step.blocks_live * 16} tokens, as predicted: {step.blocks_live == blocks}")
-print(f"used {step.kv_tokens}, which is {step.kv_tokens / (step.blocks_live * 16):.0%}")
+limit = 128
+chats = [Request(text, tokenizer.chat(text), limit) for text in (CHAT_PROMPTS[i] for i in (0, 6, 8, 10))]
+static_batch(chats)
+reserved = len(chats) * (max(len(request.prompt) for request in chats) + limit)
+stored = sum(len(request.prompt) + len(request.answer) - 1 for request in chats)  # the last token is never fed
+print("answers, tokens:", [len(request.answer) for request in chats])
+print(f"reserved {reserved} tokens, used {stored}: {stored / reserved:.0%}")
 
 # %%
-token_mb = kv_bytes_per_token(model.config, "fp32") / 1e6
-print(f"in bytes: {step.blocks_live * 16 * token_mb:.1f} MB reserved, {step.kv_tokens * token_mb:.1f} MB used")
+from minillm.ladder.quantized import kv_bytes_per_token
+
+reveal("share of the reserved slots that is used, %", 100 * stored / reserved)
+token_mb = kv_bytes_per_token(config, "fp32") / 1e6
+print(f"in bytes: {reserved * token_mb:.1f} MB reserved, {stored * token_mb:.1f} MB used")
 
 # %% [markdown]
+# ## Where is the knee?
+#
+# More rows give more tokens per second, and each of them comes later. Up to some number of clients the first grows
+# faster than the second, in per cent; past it the second does. That number is the **knee**. We look for it as a
+# service would: a closed loop of more and more clients, each of which asks again when it is answered, and the number
+# with the most tokens per second for each millisecond between two tokens (the median, p50).
+#
+# Predict, from the table above: with how many clients does *this* machine have its knee?
+
+# %%
+guess("clients at the knee", None)
+
+# %%
+brief = Setting(quick=QUICK or not setting.gpu, progress=progress)  # the full size takes a CPU minutes
+brief.model = model
+by_clients = batching.knee(brief)
+CLIENTS = {"clients": "clients", "mean_rows": "rows, mean", "tokens_per_s": "tokens/s",
+           "itl_p50_ms": "ms between tokens, p50", "power": "tokens/s per ms", "knee_share": "share of the resamples"}
+print(text_table(by_clients.rows, CLIENTS))
+
+# %%
+reveal("clients at the knee", next(row["clients"] for row in by_clients.rows if row["knee"]))
+print(f"the knee may lie at {', '.join(str(row['clients']) for row in batching.knees_of(by_clients.rows))} clients")
+plots.knee_curve(by_clients.rows)
+
+# %% [markdown]
+# Up to the knee each client adds more throughput than delay; past it, more delay than throughput. A service that must
+# be quick stops there; one that must be cheap goes on. Resampling the requests shows how firmly the knee stands: the
+# last column is the share of 200 resamples with their knee in that row. A CPU plays a small size here, where the knee
+# may lie beyond the last row. At full size:
+
+# %%
+print(recorded("knee", CLIENTS))
+
+# %% [markdown]
+# ## Two figures for eight rows
+#
+# Eight rows stand in two tables of this page, each beside one row, and the factors differ. By how much could each have
+# come out otherwise? Its range goes from the slowest turn of eight over the fastest of one to the reverse:
+
+# %%
+def times_and_range(eight, one):
+    ends = (("", ""), ("_min", "_max"), ("_max", "_min"))
+    return [eight[f"tokens_per_s{a}"] / one[f"tokens_per_s{b}"] for a, b in ends]  # median, least, most
+
+
+eight_clients = next(row for row in by_clients.rows if row["clients"] == 8)
+rows_side, clients_side = times_and_range(eight, by_rows.rows[0]), times_and_range(eight_clients, by_clients.rows[0])
+print("8 rows that all decode: {:.2f} ({:.2f} to {:.2f}) times the tokens/s of one row".format(*rows_side))
+print("8 clients of a service: {:.2f} ({:.2f} to {:.2f}) times those of one client".format(*clients_side),
+      f"with {eight_clients['mean_rows']:.2f} rows on average")
+apart = rows_side[1] > clients_side[2] or clients_side[1] > rows_side[2]
+print("the ranges do not overlap: it is not noise" if apart else "the ranges overlap: noise alone could explain it")
+
+# %% [markdown]
+# They do measure different things. In the first table eight rows decode at every step. In the second, clients ask again
+# when they are answered: a prompt takes part of a step, and at the start and the end of a run there are fewer than
+# eight rows. And the tables were made minutes apart, while the speed of a shared machine moves. So compare what stands
+# in one table, where the set-ups took turns, and believe a difference only if it is larger than the ranges.
+#
 # ## Where it loses: real questions
 #
-# Chat prompts have answers of very different lengths. We serve two batches of them and look at three things: the
-# idle share, the rows that worked on average, and the time to the first token of the second batch. It had to wait
-# for the longest answer of the first. Guess the idle share before you run it.
+# Chat prompts have answers of very different lengths. We serve two batches of them with the package's engine, and
+# look at three things: the idle share, the rows that worked on average, and the time to the first token of the second
+# batch. It had to wait for the longest answer of the first. Guess the idle share before you run it.
 
 # %%
-my_guess = None
+guess("idle share of two batches of chats, %", None)
 
 # %%
+from minillm import metrics
+
 size, cap = (4, 16) if QUICK else (8, 64)
-prompts = [tokenizer.chat(CHAT_PROMPTS[i]) for i in range(2 * size)]
 engine = Engine(model, tokenizer, batching="static", kv="slots", max_batch=size, max_context=256)
-answers = engine.generate(prompts, SamplingParams(max_tokens=cap))
-summary = metrics.summary(engine.records)
+answers = engine.generate([tokenizer.chat(text) for text in CHAT_PROMPTS[: 2 * size]], SamplingParams(max_tokens=cap))
 print("answers, tokens:", [len(answer.token_ids) for answer in answers])
-batch = summary["batch"]
+batch = metrics.summary(engine.records)["batch"]
 print(f"idle: {batch['idle_share']:.0%} of the slot-steps; rows that worked: {batch['mean_rows']:.1f} of {size}")
 for name, some in (("first", answers[:size]), ("second", answers[size:])):
     times = metrics.distribution([answer.timing.ttft for answer in some])
     print(f"time to first token, {name} batch: {times['p50']:.2f} s (median of {times['n']})")
+reveal("idle share of two batches of chats, %", 100 * batch["idle_share"])
 
 # %% [markdown]
-# It also loses where there is nothing to share: a batch of one is rung 1 with more book-keeping.
+# It also loses where there is nothing to share: a batch of one is rung 1 with more records to keep.
 #
 # ## Claims of the ledger that this page settles
 #
 # By the ledger's own rules: on this device, just now, and on every device that has a recorded run.
 
 # %%
-print(ledger({"A3": prompts_too, "A6": prompts_too, "B1": by_rows, "B2": by_rows, "B3": by_clients,
-              "B4": batching.idle_slots(setting).rows, "B8": by_rows}))
+print(ledger({"B1": by_rows, "B2": by_rows, "B3": by_clients, "B4": batching.idle_slots(setting).rows, "B8": by_rows}))
 
 # %% [markdown]
 # A claim that this page's sizes cannot judge says which row is missing; `minillm measure NAME` runs an experiment at
@@ -372,11 +454,18 @@ print(ledger({"A3": prompts_too, "A6": prompts_too, "B1": by_rows, "B2": by_rows
 #
 # Neither vLLM nor SGLang batches statically. The next chapter shows what they do.
 #
+# ## Your guesses
+#
+# Those that you made on this page, beside what was measured, the nearest first:
+
+# %%
+guesses()
+
+# %% [markdown]
 # ## Exercise
 #
 # You may sort the waiting requests by the length of their answers (suppose you knew it) and then cut them into
-# batches of four. How many idle slot-steps does sorting save? Fill in `sorted_idle`; the check counts with the
-# scheduler.
+# batches of four. How many idle slot-steps are left? Fill in `sorted_idle`; the check counts with your loop.
 #
 # To go further, in a checked notebook: [exercise 3](../exercises/03_static_batch.ipynb), where you write the policy and
 # count its idle slots.
@@ -388,8 +477,8 @@ sorted_idle = None  # your number
 
 
 def check(answer):
-    items = [item for at in range(0, 16, 4) for item in articles_static(sorted(lengths)[at : at + 4])]
-    right = common.count(model.config, items, batching="static", kv="slots", max_batch=4).totals["idle_rows"]
+    batches = [sorted(lengths)[at : at + 4] for at in range(0, 16, 4)]
+    right = sum(idle_in(static_batch(asking_for(batch), no_forward)) for batch in batches)
     return "not answered yet" if answer is None else "right" if answer == right else "no: sort, cut into fours, count"
 
 

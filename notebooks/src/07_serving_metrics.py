@@ -297,7 +297,7 @@ for name, row in (("1 row", one), ("64 rows", many)):
 reveal("times the tokens with 64 rows", many["tokens_per_s"] / one["tokens_per_s"])
 
 # %%
-print(recorded("utilisation", GAUGE, name_gpu=False))
+print(recorded("utilisation", GAUGE))
 
 # %% [markdown]
 # Watch the achieved batch instead: the mean of the rows in a step. A server that runs a few rows where it could run

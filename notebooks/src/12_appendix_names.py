@@ -112,7 +112,7 @@ print(recorded("bench_servers", SERVERS))
 # %%
 BESIDE = {"engine": "engine", "weights": "weights", "streams": "streams", "tokens_per_s": "tokens/s",
           "ms_between_tokens": "ms between tokens", "times_llama_cpp": "times llama.cpp"}
-print(recorded("beside_llama_cpp", BESIDE, name_gpu=False))
+print(recorded("beside_llama_cpp", BESIDE))
 
 # %%
 guesses()  # yours, the nearest first

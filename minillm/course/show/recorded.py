@@ -11,12 +11,11 @@ from minillm.course.verdicts import NOT_MEASURED, TOO_SMALL, Rows
 from minillm.measure.measurement import EXACT, MEASUREMENTS, SEE_ROWS, VIRTUAL, Measurement
 
 
-def recorded(
-    experiment: str, columns: Mapping[str, str], root: Path = MEASUREMENTS, name_gpu: bool = True, **wanted
-) -> str:
-    """A table for each device on which `experiment` was recorded; a line that says so where no GPU was among them.
+def recorded(experiment: str, columns: Mapping[str, str], root: Path = MEASUREMENTS, **wanted) -> str:
+    """A table for each device on which `experiment` was recorded, or a line that says that there is none.
 
-    name_gpu: False leaves that line out, for a page whose `ledger` says it of the same experiment.
+    Whether a GPU was among them is not said here, but once on a page, by its `ledger`.
+
     wanted: values that a row must have to be shown, by column.
     """
     runs = [
@@ -25,11 +24,7 @@ def recorded(
     shown = [[row for row in run.rows if all(row.get(name) == value for name, value in wanted.items())] for run in runs]
     tables = [text_table(rows, filled(rows, columns)) for rows in shown]
     parts = [f"{heading(run)}\n{table}" for run, table in zip(runs, tables, strict=True)]
-    if name_gpu and not any(on_gpu(run) for run in runs):
-        parts.append(f"No GPU run of {experiment!r} is recorded yet, so none is shown.")
-    if not runs and not name_gpu:
-        parts.append(f"No run of {experiment!r} is recorded yet: `minillm measure {experiment}` makes one.")
-    return "\n\n".join(parts)
+    return "\n\n".join(parts) or f"No run of {experiment!r} is recorded yet: `minillm measure {experiment}` makes one."
 
 
 def heading(run: Measurement) -> str:
