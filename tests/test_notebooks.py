@@ -124,7 +124,7 @@ def test_each_guess_is_asked_blank_revealed_and_listed_before_the_exercise(name)
     assert not re.search(r"^guess\((?!.*None\)$)", text, re.M), "a guess that the author has made"
     assert not (silent := unrevealed(text)), f"never revealed: {silent}"
     if GUESS.search(text):
-        assert "# %%\nguesses()\n" in text and text.index("\nguesses()\n") < text.index("## Exercise")
+        assert "\nguesses()" in text and text.index("\nguesses()") < text.index("## Exercise")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -229,7 +229,8 @@ show_source(StaticBatching.is_open, StaticBatching.leaving, ContinuousBatching.i
 # - `plan` decides what a step feeds, `commit` takes what it gave: between them a forward pass may fail, and nothing is
 #   lost;
 # - a step has a budget of tokens, which the last part of this page is about;
-# - a request that does not fit into memory waits. That is the next chapter, and the whole of `plan` is shown there.
+# - a request that does not fit into memory waits: that is the next chapter. After it, read all of `plan` and `commit`
+#   in `minillm/ladder/continuous.py`, which fit on a screen each.
 #
 # ## Predict
 #
