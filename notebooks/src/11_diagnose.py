@@ -223,7 +223,9 @@ crowd = every_cure("crowd")
 # falls at the speed of eight rows. This is the case of "three where forty would fit".
 #
 # Speculation cures here too where the text repeats itself: at eight rows the arithmetic units are mostly idle. At 256
-# rows they would not be (chapter 6). On chats it helps little, and the trained drafter makes it worse.
+# rows they would not be (chapter 6). On chats it helps little, and the trained drafter makes it worse. 8-bit weights
+# shorten each step, and another GPU takes half of the requests away: both cure as well, and leave the limit where it
+# is.
 #
 # ## Case 5: turned away
 
@@ -274,7 +276,8 @@ bill = every_cure("the bill")
 # %% [markdown]
 # Four GPUs share out what one batch could hold; the picture shows at each moment the fullest of them, which runs a few
 # rows and holds hardly any of its cache. Fill the batch before you add GPUs; here, take GPUs away. What does half of
-# them do to the latency? Look it up with `try_cure("the bill", "half of the GPUs")`.
+# them do to the latency? Look it up with `try_cure("the bill", "half of the GPUs")`. Where the text repeats itself,
+# speculation makes each token cheaper too, on as many GPUs as before.
 #
 # The same traffic on 1, 2, 4 and 8 GPUs, in full. Predict: how many times the tokens per second of one do eight make?
 
