@@ -89,7 +89,7 @@ def test_notebook_is_stored_well(name):
     assert not (found := faults(nbformat.read(path, as_version=4))), "\n".join(found)
 
 
-PARTS = ("**You will learn**", "my_guess = ", "show_source(")  # somewhere on each page
+PARTS = ("**You will learn**", "guess", "show_source(")  # somewhere on each page
 ENDING = (
     "## Where it loses", "## Claims of the ledger that this page settles", "ledger(",
     "## What a production engine calls this",
