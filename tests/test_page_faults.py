@@ -18,7 +18,7 @@ FAULTS = [  # page, what is wrong, the code, the code with the mistake, the chec
     ("04_paged_kv", "two rows get the same block", "self.free.pop(0)", "self.free[0]", "same tokens as the package"),
     ("04_paged_kv", "a block that others hold is free", "if self.holders[block] == 0]", "]", "every block is free"),
     ("05_quantized_kv", "numbers are cut off, not rounded", ".round()", ".trunc()", "same tokens over the package"),
-    ("05_quantized_kv", "values land among the keys", "self.values.write", "self.keys.write", "same tokens over the pa"),
+    ("05_quantized_kv", "values land among the keys", "self.values.write", "self.keys.write", "same tokens over"),
     ("06_speculative", "one draft too many is accepted", "return count", "return min(count + 1, len(drafts))",
      "same rounds as the package"),
     ("06_speculative", "rejected drafts stay stored", "len(text) + right ", "len(text) + len(drafts) ",

@@ -439,30 +439,35 @@ print(f"prompts of {[len(prompt) for prompt in prompts]} tokens, {in_common} in 
 print(f"to be found instead of computed: {len(prompts) - 1} x {whole} = {predicted}")
 
 # %% [markdown]
-# The same loop and the same cache, with the new free list. It must say what the package says, and find what was
-# predicted.
+# The same loop and the same cache, with the new free list, in a store of 16 blocks. It must say what the package says,
+# and find what was predicted. Then the same questions again, two at a time, whose answers end at different steps: a
+# block that only one of its holders gave back must not be taken.
 
 # %%
 # NBVAL_CHECK_OUTPUT
-pool, cache = SharingFreeList(40), PagedCache(40)
-rows = [Row(list(prompt), len(prompt) + 6) for prompt in prompts]
-for _ in serve(rows, pool, cache, most=1):
-    pass
+pool, cache, lengths = SharingFreeList(16), PagedCache(16), (6, 3, 6, 3)
+params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
 engine = Engine(model, max_batch=1, max_context=256)
-package = [done.token_ids for done in engine.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True))]
-print("same tokens as the package:", [row.tokens[-6:] for row in rows] == package)
-print(f"found {pool.found} of {sum(map(len, prompts))} prompt tokens; as predicted: {pool.found == predicted}; "
-      f"as the package: {pool.found == engine.records.totals['cached_tokens']}")
-print("every block is free again, and some are still known:", len(pool.free) == 40, len(pool.known) > 0)
+package = [done.token_ids for done in engine.generate(prompts, params)]
+for most in (1, 2):
+    found_before = pool.found
+    rows = [Row(list(prompt), len(prompt) + length) for prompt, length in zip(prompts, lengths, strict=True)]
+    for _ in serve(rows, pool, cache, most):
+        pass
+    ours = [row.tokens[-length:] for row, length in zip(rows, lengths, strict=True)]
+    print(f"{most} at a time: found {pool.found - found_before} of {sum(map(len, prompts))} prompt tokens; "
+          f"same tokens as the package: {ours == package}; every block is free: {sorted(pool.free) == list(range(16))}")
+print(f"the package found {engine.records.totals['cached_tokens']}, predicted were {predicted}")
 
 # %% [markdown]
-# Now the four questions run side by side, and two chats, of which one has run before. Each box is a run of blocks that
-# the same rows hold, with their numbers in the store; orange ones are shared by as many rows as they say. (The chats
-# share a block too: the template begins each with the same sentence, where no other instructions are given.)
+# Now the four questions run side by side, and two chats; one of each kind has run before. Each box is a run of blocks
+# that the same rows hold, by their numbers in the store; an orange one is shared by as many rows as it says. (The chats
+# share a block too: where no other instructions are given, the template begins with the same sentence.)
 
 # %%
 others = [tokenizer.chat(text) for text in ("What is the capital of France?", "Name three primary colours.")]
-for _ in serve([Row(list(others[0]), len(others[0]) + 3)], pool, cache):
+pool, cache = SharingFreeList(40), PagedCache(40)
+for _ in serve([Row(list(prompt), len(prompt) + 3) for prompt in (prompts[0], others[0])], pool, cache):
     pass
 rows = [Row(list(prompt), len(prompt) + 3) for prompt in (*prompts, *others)]
 names = [*questions, "capital of France", "primary colours"]

@@ -399,10 +399,9 @@ for name in outcomes:
         lines[name] = [row["batch"] for row in own], [row["speedup"] for row in own]
 said = []
 for name in [name for name in lines if "k = 4" in name]:
-    costs_at = [batch for batch, word in outcomes[name] if word == "costs"]
-    gains_at = [batch for batch, word in outcomes[name] if word == "gains"]
-    what = f"costs from batch {min(costs_at)}" if costs_at else "costs nothing"
-    said.append(f"{name.removesuffix(', k = 4')} " + (f"gains up to batch {max(gains_at)}" if gains_at else what))
+    found = [f"{word} at {', '.join(str(batch) for batch, other in outcomes[name] if other == word)}"
+             for word in dict.fromkeys(word for _, word in outcomes[name])]
+    said.append(f"{name.removesuffix(', k = 4')} {', '.join(found)}")
 plots.curves(lines, f"Four drafts, beyond noise: {'; '.join(said)}", "requests in the batch",
              "speed-up over plain decoding", log_x=True, level=("plain decoding", 1.0))
 

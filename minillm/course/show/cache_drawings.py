@@ -188,7 +188,7 @@ LANE = 0.62  # height of a lane of rejected drafts, in trunk boxes
 
 
 def draft_tree(
-    rounds: Sequence[tuple[Sequence[int], Sequence[int]]], text: Callable[[int], str], across: int = 12
+    rounds: Sequence[tuple[Sequence[int], Sequence[int]]], text: Callable[[int], str], across: int = 14
 ) -> Figure:
     """The answer as a trunk, read like text, and every rejected draft on a branch that ended.
 
@@ -209,7 +209,8 @@ def draft_tree(
                 _draw_token(ax, x, top, text(token), COLOURS[0] if accepted else GREY)
             for x, drafts, lane in own:
                 _draw_branch(ax, x, top, lane, [text(token) for token in drafts])
-        ax.set(xlim=(-0.2, across + 3), ylim=(y, -0.1))
+        right = max([across, *(x + len(drafts) for *_, own in lines for x, drafts, _ in own)])
+        ax.set(xlim=(-0.2, right), ylim=(y, -0.1))
         ax.set_axis_off()
         accepted, drafted = sum(kept for _, kept in trunk), sum(len(drafts) for drafts, _ in rounds)
         headline(figure, f"{len(trunk)} tokens in {len(rounds)} rounds: {accepted} of {drafted} drafts accepted")
