@@ -16,11 +16,7 @@ CHECK = "# NBVAL_CHECK_OUTPUT"
 
 FAULTS = [  # page, what is wrong, the code, the code with the mistake, the check that must see it
     ("04_paged_kv", "two rows get the same block", "self.free.pop(0)", "self.free[0]", "same tokens as the package"),
-    ("04_paged_kv", "a block that others hold is free", "if self.holders[block] == 0]", "]", "every block is free"),
     ("05_quantized_kv", "numbers are cut off, not rounded", ".round()", ".trunc()", "same tokens over the package"),
-    ("05_quantized_kv", "values land among the keys", "self.values.write", "self.keys.write", "same tokens over"),
-    ("06_speculative", "one draft too many is accepted", "return count", "return min(count + 1, len(drafts))",
-     "same rounds as the package"),
     ("06_speculative", "rejected drafts stay stored", "len(text) + right ", "len(text) + len(drafts) ",
      "same rounds as the package"),
 ]
@@ -34,7 +30,7 @@ def until(name: str, check: str):
     return notebook
 
 
-@pytest.mark.parametrize(("name", "fault", "right", "wrong", "check"), FAULTS, ids=lambda text: text.strip()[:40])
+@pytest.mark.parametrize(("name", "fault", "right", "wrong", "check"), FAULTS, ids=[fault[0] for fault in FAULTS])
 def test_nbval_fails_on_a_fault_planted_in_the_pages_own_code(name, fault, right, wrong, check, tmp_path):
     notebook = until(name, check)
     planted = [cell for cell in notebook.cells if right in cell.source]

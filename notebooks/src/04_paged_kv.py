@@ -203,17 +203,17 @@ print("same values:", torch.allclose(cache.values[29, at], contiguous.values[29]
 
 # %%
 from minillm.course.show.source import show_source
-from minillm.ladder.attention import RowSpan, StepAttention
+from minillm.ladder.attention import RowSpan
 from minillm.ladder.paged import Paged, Slots
 
-show_source(Paged.reserve, Slots.admit, RowSpan.slots, StepAttention.attend)
+show_source(Paged.reserve, Slots.admit, RowSpan.slots)
 
 # %% [markdown]
 # What it adds to ours:
 #
 # - a pool that has too few blocks answers False, where our `pop` fails: the scheduler then sends a row away (below);
-# - the places are worked out once for a step, not in each of 30 layers;
-# - the numbers lie in a *storage*, which may hold them in 8 bits (chapter 5);
+# - the places (it calls them slots) are worked out once for a step, not in each of 30 layers;
+# - a policy decides which request may join: `Slots.admit` needs a whole run for the longest answer (`max_kv` tokens);
 # - a block may have several holders: that is the second half of this page.
 #
 # ## Predict
@@ -478,14 +478,17 @@ for running in serve(rows, pool, cache, most=6):
 cache_drawings.prefix_tree(dict(zip(names, tables, strict=True)), block_size=BLOCK)
 
 # %% [markdown]
-# Now the package's. It keeps the known blocks in a tree, so that a look-up compares the tokens of one block and not the
-# whole text before it; what no row holds is taken last, the least recently used first; and a request joins only if the
-# pool also covers what the running ones still need.
+# Now the package's source, and what it adds:
+#
+# - it keeps the known blocks in a tree: a block is known by its parent node and its own tokens, so that a look-up need
+#   not compare the whole text before it;
+# - blocks that no row holds and that are still known are taken last, the least recently used first;
+# - a request joins only if the pool also covers what the running ones still need.
 
 # %%
 from minillm.ladder.paged import BlockPool
 
-show_source(BlockPool.match, Paged.admit, BlockPool.take, Paged.after_step)
+show_source(BlockPool.match, BlockPool.enter, Paged.admit, BlockPool.take)
 
 # %% [markdown]
 # What it saves: the same questions with and without sharing, and with another first token each. The time to the first
