@@ -609,10 +609,11 @@ def sorted_bars(series: Mapping[str, Sequence[float]], title: str, x: str, y: st
         for number, (ax, (name, values)) in enumerate(zip(axes[0], series.items(), strict=True), start=1):
             order = sorted(range(len(values)), key=lambda at: -values[at])
             ax.bar(range(len(order)), [values[at] for at in order], color=colour(number), width=0.8)
-            ax.annotate(f"number {order[0]}", (0.8, values[order[0]]), va="top", fontsize=9)
+            ax.annotate(f"number {order[0]}", (-0.4, values[order[0]]), xytext=(0, 2), textcoords="offset points",
+                        va="bottom", fontsize=9)
             ax.set(title=name, xlabel=x, xlim=(-1, len(order)))
             ax.grid(color=LIGHT, axis="y")
-        axes[0, 0].set(ylabel=y)
+        axes[0, 0].set(ylabel=y, ylim=(0, 1.1 * max(map(max, series.values()))))
         headline(figure, title)
     return figure
 
