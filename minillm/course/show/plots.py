@@ -233,7 +233,7 @@ def draw_timeline(ax: Axes, segments: Sequence[Segment], longest: float, lines: 
         }[first.kind]
         ax.broken_barh([(first.start, width)], (first.line + 0.1, 0.8), linewidth=0.4, **look)
         if first.kind == "decode" and width > 0.018 * longest:
-            ax.text(first.start + width / 2, first.line + 0.5, first.request, color=_ink(shade), fontsize=9,
+            ax.text(first.start + width / 2, first.line + 0.5, first.request, color=ink(shade), fontsize=9,
                     ha="center", va="center", clip_on=True)
     lines = lines or 1 + max(segment.line for segment in segments)
     ax.set(xlim=(0, longest * 1.06), ylim=(lines, 0), ylabel="row", yticks=[line + 0.5 for line in range(lines)],
@@ -267,7 +267,7 @@ def _timeline_title(drawn: Mapping[str, Sequence[Segment]], unit: str) -> str:
     return ";  ".join(parts)
 
 
-def _ink(shade: str) -> str:
+def ink(shade: str) -> str:
     """Black or white, whichever can be read on this colour."""
     red, green, blue = to_rgb(shade)
     return "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
@@ -350,7 +350,7 @@ def block_map(pools: Mapping[str, PoolSnapshot], title: str | None = None, colum
         keys = [Patch(color=COLOURS[0], label="holds tokens (number: request)"),
                 Patch(facecolor="white", edgecolor=COLOURS[0], hatch=HATCH, label="reserved, empty"),
                 Patch(facecolor="white", edgecolor="black", linewidth=2, label="shared by several"),
-                Patch(facecolor=LIGHT, edgecolor=GREY, hatch="..", label="cached, held by no request"),
+                Patch(facecolor=LIGHT, edgecolor=GREY, label="cached, held by no request"),
                 Patch(facecolor="white", edgecolor=LIGHT, label="free")]
         figure.legend(handles=keys, loc="outside lower center", ncols=5 if width > 8 else 3, fontsize=9)
     return figure
@@ -364,7 +364,7 @@ def _pool_line(pool: PoolSnapshot) -> str:
 def _draw_block(ax: Axes, x: int, y: int, block: Block, block_size: int) -> None:
     box = {"xy": (x + 0.06, y + 0.06), "width": 0.88, "height": 0.88}
     if block.state != "live":
-        look = {"facecolor": LIGHT, "edgecolor": GREY, "hatch": ".."} if block.state == "cached" else {
+        look = {"facecolor": LIGHT, "edgecolor": GREY} if block.state == "cached" else {
             "facecolor": "white", "edgecolor": "#C8C8C8"}
         ax.add_patch(Rectangle(**box, linewidth=0.8, **look))
         return
@@ -377,7 +377,7 @@ def _draw_block(ax: Axes, x: int, y: int, block: Block, block_size: int) -> None
     full = block.filled > 0.6 * block_size
     paper = None if full else {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none"}
     if block.filled:
-        ax.text(x + 0.5, y + 0.52, label, color=_ink(shade) if full else "black", fontsize=8, ha="center", va="center",
+        ax.text(x + 0.5, y + 0.52, label, color=ink(shade) if full else "black", fontsize=8, ha="center", va="center",
                 bbox=paper)
 
 
@@ -386,14 +386,18 @@ def _draw_block(ax: Axes, x: int, y: int, block: Block, block_size: int) -> None
 
 def curves(
     series: Mapping[str, Sequence[Sequence[float]]], title: str, x: str, y: str, log_x: bool = False,
-    log_y: bool = False,
+    log_y: bool = False, level: tuple[str, float] | None = None,
 ) -> Figure:
     """Lines by name, each with its own colour, marker and dash. `x` and `y` are labels with units.
 
-    A line is (xs, ys), or (xs, ys, lows, highs) with a bar from the lowest to the highest turn.
+    A line is (xs, ys), or (xs, ys, lows, highs) with a bar from the lowest to the highest turn. level: the name and
+    the y of what all are compared with, a grey line across.
     """
     with drawing() as (figure, axes):
         draw_curves(axes[0, 0], series, log_x, log_y)
+        if level is not None:
+            axes[0, 0].axhline(level[1], color=GREY, linewidth=1.5, label=level[0])
+            axes[0, 0].legend()
         axes[0, 0].set(xlabel=x, ylabel=y)
         headline(figure, title)
         if not log_y:
@@ -528,8 +532,7 @@ def prefix_bars(rows: Sequence[Mapping]) -> Figure:
         left, right = axes[0]
         computed, found = ([row[name] for row in rows] for name in ("computed", "found"))
         left.bar(names, computed, width=0.55, color=COLOURS[0], label="computed")
-        left.bar(names, found, bottom=computed, width=0.55, facecolor="white", edgecolor=COLOURS[2], hatch="..",
-                 label="found in the pool", linewidth=[1.0 if tokens else 0.0 for tokens in found])
+        left.bar(names, found, bottom=computed, width=0.55, color=COLOURS[2], label="found in the pool")
         left.set(ylabel="prompt tokens", ylim=(0, 1.3 * max(row["prompt_tokens"] for row in rows)))
         left.yaxis.set_major_formatter(thousands)
         left.legend(loc="upper center", ncols=2)
@@ -565,27 +568,53 @@ def bars(
     return figure
 
 
-def with_errors(rows: Sequence[Mapping], label: str, parts: Mapping[str, str], title: str, y: str) -> Figure:
+def with_errors(
+    rows: Sequence[Mapping], label: str, parts: Mapping[str, str], title: str, y: str, apart: Sequence[str] = ()
+) -> Figure:
     """Points with error bars, a colour for each row: `parts` maps a column's name to where it stands on the x axis.
 
-    A part's value is in the column `<part>_change_nats`, its error in `<part>_change_error_nats`.
+    A part's value is in the column `<part>_change_nats`, its error in `<part>_change_error_nats`; a point whose
+    error is not known is hollow. Parts named in `apart` stand beside the others, on a scale of their own.
     """
-    with drawing(size=(9, 4)) as (figure, axes):
-        ax = axes[0, 0]
-        for number, row in enumerate(rows, start=1):
-            known = [(at, part) for at, part in enumerate(parts) if row.get(f"{part}_change_nats") is not None]
-            ax.errorbar(
-                [at + 0.12 * (number - (len(rows) + 1) / 2) for at, _ in known],
-                [row[f"{part}_change_nats"] for _, part in known],
-                [row[f"{part}_change_error_nats"] or 0.0 for _, part in known],
-                fmt="osD^vP"[(number - 1) % 6], color=colour(number), label=row[label], capsize=3, linewidth=1.5,
-            )
-        ax.axhline(0, color=GREY, linewidth=1)
-        ax.set_xticks(range(len(parts)), list(parts.values()))
-        ax.set(ylabel=y)
-        ax.grid(color=LIGHT, axis="y")
+    groups = [group for group in ([part for part in parts if part not in apart], list(apart)) if group]
+    with drawing(1, len(groups), size=(10, 4), width_ratios=[len(group) + 0.5 for group in groups]) as (figure, axes):
+        for ax, group in zip(axes[0], groups, strict=True):
+            for number, row in enumerate(rows, start=1):
+                _draw_errors(ax, group, number, row, (number - (len(rows) + 1) / 2) * 0.12, row[label])
+            ax.axhline(0, color=GREY, linewidth=1)
+            ax.set_xticks(range(len(group)), [parts[part] for part in group])
+            ax.set_xlim(-0.5, len(group) - 0.5)
+            ax.grid(color=LIGHT, axis="y")
+        axes[0, 0].set(ylabel=y)
         headline(figure, title)
-        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        axes[0, -1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def _draw_errors(ax: Axes, parts: Sequence[str], number: int, row: Mapping, aside: float, label: str) -> None:
+    known = [at for at, part in enumerate(parts) if row.get(f"{part}_change_nats") is not None]
+    values = [row[f"{parts[at]}_change_nats"] for at in known]
+    errors = [row[f"{parts[at]}_change_error_nats"] for at in known]
+    look = {"fmt": "osD^vP"[(number - 1) % 6], "color": colour(number), "capsize": 3, "linewidth": 1.5}
+    ax.errorbar([], [], [], label=label, **look)
+    for at, value, error in zip(known, values, errors, strict=True):
+        hollow = {"markerfacecolor": "white"} if error is None else {}
+        ax.errorbar([at + aside], [value], None if error is None else [error], **look, **hollow)
+
+
+def sorted_bars(series: Mapping[str, Sequence[float]], title: str, x: str, y: str) -> Figure:
+    """A panel for each series, its bars from the largest to the smallest, all on one scale; the largest is named by its
+    place in the series."""
+    with drawing(1, len(series), size=(10, 3.6), sharey=True) as (figure, axes):
+        for number, (ax, (name, values)) in enumerate(zip(axes[0], series.items(), strict=True), start=1):
+            order = sorted(range(len(values)), key=lambda at: -values[at])
+            ax.bar(range(len(order)), [values[at] for at in order], color=colour(number), width=0.8)
+            ax.annotate(f"number {order[0]}", (-0.4, values[order[0]]), xytext=(0, 2), textcoords="offset points",
+                        va="bottom", fontsize=9)
+            ax.set(title=name, xlabel=x, xlim=(-1, len(order)))
+            ax.grid(color=LIGHT, axis="y")
+        axes[0, 0].set(ylabel=y, ylim=(0, 1.1 * max(map(max, series.values()))))
+        headline(figure, title)
     return figure
 
 
