@@ -49,7 +49,7 @@ lint: .venv/test  ## ruff
 notebooks: .venv/lab  ## write the notebooks from notebooks/src, run them, store their outputs
 	$(PY) notebooks/build.py
 
-readme: .venv/lab  ## write the measured blocks of README.md and CLAIMS.md, and the picture, from the recorded files
+readme: .venv/lab  ## write the measured blocks of README.md and CLAIMS.md, the timetables, and the picture
 	$(PY) notebooks/readme.py
 
 room-kit: .venv/lab  ## one folder that installs the course without a network (ARGS="--python 3.12 --platforms linux")

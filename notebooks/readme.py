@@ -1,12 +1,14 @@
-"""Write the measured blocks of README.md and CLAIMS.md, and the ladder's picture, from the committed measurements.
+"""Write the measured blocks of README.md and CLAIMS.md, the timetables, and the ladder's picture.
 
-`make readme`. A block stands between `<!-- NAME -->` and `<!-- end -->`; nothing in it is typed.
+`make readme`. A block stands between `<!-- NAME -->` and `<!-- end -->`; nothing in it is typed: it comes from the
+committed measurements, or from the minutes of chapters and exercises.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from minillm.cli.bench import BENCH_COLUMNS
@@ -15,6 +17,7 @@ from minillm.course.ledger import as_markdown, find_all
 from minillm.course.show.plots import bars
 from minillm.course.show.recorded import heading, on_gpu
 from minillm.course.show.tables import filled, text_table
+from minillm.course.timetable import ROOMS, how_long, timetable
 from minillm.measure.measurement import Measurement, measurement_path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,10 +65,15 @@ BLOCKS = {
     "bench_peers": lambda: tables("bench_peers", lambda rows: text_table(rows, filled(rows, BENCH_COLUMNS))),
     "gpu": gpus,
     "claims": lambda: as_markdown(find_all(MEASUREMENTS)),
+    "course_time": lambda: how_long(ROOT, "notebooks/room/INSTRUCTOR.md"),
+    "pages_time": lambda: how_long(ROOT, "room/INSTRUCTOR.md"),
+    **{name.replace(" ", "_"): partial(timetable, ROOT, days) for name, days in ROOMS.items()},
 }
 PAGES = {
-    ROOT / "README.md": ("ladder", "ladder_pictures", "bench_peers", "gpu"),
+    ROOT / "README.md": ("ladder", "ladder_pictures", "bench_peers", "gpu", "course_time"),
     ROOT / "notebooks" / "CLAIMS.md": ("claims",),
+    ROOT / "notebooks" / "README.md": ("pages_time",),
+    ROOT / "notebooks" / "room" / "INSTRUCTOR.md": tuple(name.replace(" ", "_") for name in ROOMS),
 }
 
 

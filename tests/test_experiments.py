@@ -259,6 +259,17 @@ def test_measurements_lie_in_the_checkout_wherever_one_works(tmp_path):
     assert measurement_path("cpu", "first").is_relative_to(CHECKOUT)
 
 
+def test_measurements_lie_in_a_room_kit_and_not_in_just_any_folder_of_notebooks(tmp_path):
+    """In a kit the package lies among other packages, and only the kit's folder has the recorded figures."""
+    from minillm.measure.measurement import course_root
+
+    installed, mine, kit = (tmp_path / name for name in ("site-packages", "mine", "kit"))
+    for folder in (installed, mine / "notebooks", kit / "notebooks" / "measurements"):
+        folder.mkdir(parents=True)
+    assert course_root(installed, mine, kit) == kit and course_root(kit, mine) == kit
+    assert not course_root(installed, mine).is_absolute()  # the current folder
+
+
 def test_measuring_the_knee_draws_it_beside_the_file(tmp_path, capsys, smollm2_dir):
     assert main(["measure", "knee", "--quick"]) == 0
     (picture,) = tmp_path.glob("measurements/*/knee.png")

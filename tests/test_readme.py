@@ -1,4 +1,4 @@
-"""The README and the page of claims show what was measured, and only that."""
+"""Pages for people show what was measured and computed, and only that."""
 
 import importlib.util
 import re
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 spec = importlib.util.spec_from_file_location("readme", ROOT / "notebooks" / "readme.py")
 readme = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(readme)
-README, CLAIMS = (page.read_text(encoding="utf-8") for page in readme.PAGES)
+README, CLAIMS, *_ = (page.read_text(encoding="utf-8") for page in readme.PAGES)
 
 
 @pytest.mark.parametrize("page", readme.PAGES, ids=lambda page: page.name)
@@ -25,6 +25,13 @@ def test_a_number_typed_into_a_table_is_found():
     digit = next(letter for letter in line[1:] if letter.isdigit())
     typed = line[0] + line[1:].replace(digit, str((int(digit) + 1) % 10), 1)
     assert typed != line and readme.with_blocks(README.replace(line, typed)) == README
+
+
+@pytest.mark.parametrize("page", [page for page in readme.PAGES if page.name == "INSTRUCTOR.md"])
+def test_a_minute_typed_into_a_timetable_is_found(page):
+    text = page.read_text(encoding="utf-8")
+    typed = text.replace("| 40 |", "| 30 |", 1)
+    assert typed != text and readme.with_blocks(typed) == text
 
 
 def test_every_claim_has_its_line_and_a_verdict_typed_over_is_found():

@@ -16,6 +16,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +36,15 @@ if TYPE_CHECKING:
     from minillm.ladder.records import StepRecord
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
-MEASUREMENTS = (CHECKOUT if (CHECKOUT / "notebooks").is_dir() else Path()) / "notebooks" / "measurements"
+
+
+def course_root(*roots: Path) -> Path:
+    """The first of some folders that holds recorded measurements; the current one if none does."""
+    return next((root for root in roots if (root / "notebooks" / "measurements").is_dir()), Path())
+
+
+# The checkout's; in a room kit those of the folder around its environment, or around the page that runs.
+MEASUREMENTS = course_root(CHECKOUT, Path(sys.prefix).parent, Path.cwd().parent) / "notebooks" / "measurements"
 VIRTUAL, EXACT = "virtual time", "arithmetic"  # in place of a device: simulated, and counted or calculated
 SEE_ROWS = "see rows"  # in place of a model: each row is of another
 

@@ -1,7 +1,8 @@
-"""Install the course from this folder, without a network: python install.py
+"""Install the course from this folder, without a network: python install.py [--here]
 
 Makes .venv here, installs minillm and JupyterLab from wheels/, puts the model into the
 cache, and says how to start. Runs on any Python for which the folder holds wheels.
+--here: into the Python that runs this, as a page does on Colab; the network is asked for what wheels/ lacks.
 """
 
 from __future__ import annotations
@@ -19,22 +20,35 @@ def main() -> int:
     if sys.version_info < (3, 11):  # noqa: UP036 - for whoever starts it with an older one
         print(f"This is Python {sys.version.split()[0]}; the course needs 3.11 or newer.", file=sys.stderr)
         return 2
-    venv.create(HERE / ".venv", with_pip=True)
-    python = HERE / ".venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    here = "--here" in sys.argv[1:]
+    python = Path(sys.executable) if here else own_environment()
     wheels, model = HERE / "wheels", next((HERE / "model").glob("*.whl"))
-    own = next(wheels.glob("minillm-*.whl"))
-    steps = (
-        ["-m", "pip", "install", "--quiet", "--no-index", "--find-links", str(wheels), f"{own}[lab]"],
-        ["-m", "minillm", "fetch", "--from", str(model)],
-    )
-    for step in steps:
-        if subprocess.run([str(python), *step]).returncode:
-            print(f"This step failed: {python} {' '.join(step)}", file=sys.stderr)
-            print("Most often the folder has no wheels for this Python or this system; see README.md.", file=sys.stderr)
-            return 1
-    print(f"Ready. Start with:  {python} -m jupyterlab {HERE} "
-          "--LabApp.default_url=/lab/tree/notebooks/00_your_machine.ipynb")
+    from_wheels = ["-m", "pip", "install", "--quiet", "--find-links", str(wheels),
+                   f"{next(wheels.glob('minillm-*.whl'))}[lab]"]
+    offline = run(python, [*from_wheels, "--no-index"])
+    if not (offline or (here and run(python, from_wheels))):
+        return 1
+    if not run(python, ["-m", "minillm", "fetch", "--from", str(model)]):
+        return 1
+    start = "" if here else (f" Start with:  {python} -m jupyterlab {HERE} "
+                             "--LabApp.default_url=/lab/tree/notebooks/00_your_machine.ipynb")
+    print(f"Ready.{start}")
     return 0
+
+
+def own_environment() -> Path:
+    """The Python of .venv in this folder, made if need be."""
+    venv.create(HERE / ".venv", with_pip=True)
+    return HERE / ".venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def run(python: Path, step: list[str]) -> bool:
+    """Whether a step succeeded; says so if it did not."""
+    if not subprocess.run([str(python), *step]).returncode:
+        return True
+    print(f"This step failed: {python} {' '.join(step)}", file=sys.stderr)
+    print("Most often the folder has no wheels for this Python or this system; see README.md.", file=sys.stderr)
+    return False
 
 
 if __name__ == "__main__":

