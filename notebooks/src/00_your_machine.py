@@ -231,7 +231,7 @@ plots.curves(
     {"measured": (widths, [row["step_ms"] for row in narrow.rows]),
      "least, by the roofline": (widths, [row["least_ms"] for row in narrow.rows])},
     f"{wide['read_mb'] / slim['read_mb']:.0f} times less to read makes a step {faster:.1f} times faster: "
-    f"at the narrow end nearly all of its {slim['step_ms']:.1f} ms are calls",
+    f"{slim['lost_ms'] / slim['step_ms']:.0%} of the narrowest model's {slim['step_ms']:.1f} ms are calls",
     f"hidden size ({model.config.num_hidden_layers} layers each)", "ms for one token", log_x=True, log_y=True,
 )
 
@@ -299,8 +299,7 @@ print(f"{deep['weight_mb'] / shallow['weight_mb']:.1f} times the bytes take {dee
 # The arithmetic is idle, and the time follows the bytes: so the step is bound by reading, though not by reading at the
 # speed of a copy. That is all that the next chapters need: whatever shares one reading among more tokens is nearly
 # free. Where the factor is far above 1, the split above says what to look at.
-
-# %% [markdown]
+#
 # ## What a production engine calls this
 #
 # | here | elsewhere |
