@@ -1,4 +1,4 @@
-"""A real browser in JupyterLab follows a link of each kind, and moves sliders by keyboard: `make browser`.
+"""A real browser in JupyterLab follows links, moves sliders by keyboard, and picks from a list: `make browser`.
 
 Not part of `make test`, since it needs a browser. Screenshots are left in tests/browser/screenshots.
 """
@@ -28,7 +28,9 @@ def run_all(page) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["03_continuous_batching", "04_paged_kv", "08_capacity"])
+@pytest.mark.parametrize(
+    "name", ["03_continuous_batching", "04_paged_kv", "07_serving_metrics", "08_capacity", "09_latency_or_throughput"]
+)
 def test_a_slider_moved_by_keyboard_changes_the_picture(browser, lab, name):
     page = browser.new_page(viewport={"width": 1280, "height": 1000})
     page.goto(lab(f"notebooks/{name}.ipynb"), timeout=2 * MINUTES)
@@ -52,6 +54,22 @@ def test_a_slider_moved_by_keyboard_changes_the_picture(browser, lab, name):
     SCREENSHOTS.mkdir(exist_ok=True)
     panel.screenshot(path=SCREENSHOTS / f"{name}.png")
     page.screenshot(path=SCREENSHOTS / f"{name}_page.png")
+    page.close()
+
+
+def test_a_cure_chosen_from_the_list_changes_the_picture(browser, lab):
+    page = browser.new_page(viewport={"width": 1280, "height": 1000})
+    page.goto(lab("notebooks/11_diagnose.ipynb"), timeout=2 * MINUTES)
+    run_all(page)
+    panel = page.locator(".jp-OutputArea-output:has(.widget-dropdown):has(img.widget-image)").first
+    panel.scroll_into_view_if_needed(timeout=MINUTES)
+    picture = panel.locator("img.widget-image")
+    before = picture.get_attribute("src")
+    panel.locator(".widget-dropdown select").select_option("cache prompts")
+    page.wait_for_function("([old, image]) => image.src !== old", arg=[before, picture.element_handle()],
+                           timeout=MINUTES)
+    SCREENSHOTS.mkdir(exist_ok=True)
+    panel.screenshot(path=SCREENSHOTS / "11_diagnose.png")
     page.close()
 
 
