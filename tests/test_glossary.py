@@ -50,6 +50,12 @@ def test_a_cell_that_used_it_counts_for_those_after_it():
     assert linked("`step`", "a step", "a step") == ["`step`", "a [step](G)", "a step"]
 
 
+def test_a_page_that_has_its_links_gets_no_second_ones():
+    once = linked("A block table, two batches.", "Steps of GQA: acceptance rates, batches and a step. Decodes.",
+                  "An acceptance rate of a block table, decode, batch")
+    assert linked(*once) == once and len(LINK.findall(" ".join(once))) == 6
+
+
 @pytest.mark.parametrize("page", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda page: page.stem)
 def test_on_a_page_no_row_is_linked_twice_and_nothing_else_is_changed(page):
     texts = [cell.source for cell in nbformat.read(page, as_version=4).cells if cell.cell_type == "markdown"]
@@ -63,4 +69,5 @@ def test_on_a_page_no_row_is_linked_twice_and_nothing_else_is_changed(page):
         word = " ".join(word.lower().split())
         return next(known[word.removesuffix(end)] for end in ("", "s", "es") if word.removesuffix(end) in known)
 
+    assert linked(*found) == found
     assert words and len({row(word) for word in words}) == len(words)

@@ -24,20 +24,23 @@ def link_first_uses(texts: Sequence[str], glossary: str, address: str) -> list[s
     """A page's Markdown cells with a link to `address` at the first use of each row of the glossary.
 
     Code, headings and existing links stay as they are. A spelling is found with another first letter too (small or
-    capital), in the plural, and over the end of a line.
+    capital), in the plural, and over the end of a line. A page that has such links already gets no second ones.
     """
     rows = {spelling: row for spelling, row in terms(glossary).items() if spelling not in EVERYDAY}
     linked: set[str] = set()
 
     def link(match: re.Match) -> str:
-        words = " ".join((match["term"] or "").split())
-        spelling = known.get(words.lower())
-        if not spelling or rows[spelling] in linked or words[1:] != spelling[1:]:
+        words = " ".join((match["term"] or match["there"] or "").split())
+        singular = (words.lower().removesuffix(end) for end in ("", "s", "es"))
+        spelling = next((known[word] for word in singular if word in known), None)
+        if not spelling or rows[spelling] in linked or words[1 : len(spelling)] != spelling[1:]:
             return match[0]
         linked.add(rows[spelling])
-        return f"[{match[0]}]({address})"
+        return match[0] if match["there"] else f"[{match[0]}]({address})"
 
     known = {spelling.lower(): spelling for spelling in rows}
     either = "|".join(re.escape(each).replace(r"\ ", r"\s+") for each in sorted(rows, key=len, reverse=True))
-    pattern = re.compile(rf"{SKIPPED}|(?<![\w-])(?i:(?P<term>{either}))(?:s|es)?(?![\w-])", re.DOTALL | re.MULTILINE)
+    there = rf"\[(?P<there>[^\]]*)\]\({re.escape(address)}\)"
+    term = rf"(?<![\w-])(?i:(?P<term>{either}))(?:s|es)?(?![\w-])"
+    pattern = re.compile(f"{there}|{SKIPPED}|{term}", re.DOTALL | re.MULTILINE)
     return [pattern.sub(link, text) for text in texts]

@@ -6,31 +6,32 @@ them; `make readme` writes them into the pages for people.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-
-import nbformat
 
 from minillm.course.grading.exercises import load_all
 
 # Minutes of a chapter with its guesses and its runs, without its exercises. Estimates: a minute for 150 words of text
 # or for 10 lines of code, and 15 for guessing, running and talking.
 CHAPTERS = {
-    "00_your_machine": 35,
-    "01_decode_loop": 40,
+    "00_your_machine": 40,
+    "01_decode_loop": 45,
     "02_static_batching": 45,
-    "03_continuous_batching": 40,
-    "04_paged_kv": 50,
-    "05_quantized_kv": 45,
-    "06_speculative": 45,
+    "03_continuous_batching": 50,
+    "04_paged_kv": 60,
+    "05_quantized_kv": 50,
+    "06_speculative": 50,
     "07_serving_metrics": 40,
-    "08_capacity": 40,
+    "08_capacity": 45,
     "09_latency_or_throughput": 45,
     "10_worked_example": 50,
-    "11_diagnose": 45,
-    "12_appendix_names": 20,
-    "13_lab_live_server": 40,
+    "11_diagnose": 40,
+    "12_appendix_names": 25,
+    "13_lab_live_server": 35,
+    "14_beyond_the_articles": 55,
+    "15_lab_your_own_server": 40,
 }
 # What a room takes first when time is short. Pages that are not named here come after these, in the course's order.
 FIRST = (
@@ -85,13 +86,18 @@ def course(root: Path) -> list[Part]:
         if page.stem not in CHAPTERS:
             raise ValueError(f"notebooks/{page.name} has no minutes: add a line for {page.stem!r} to CHAPTERS in "
                              "minillm/course/timetable.py")
-        title = nbformat.read(page, as_version=4).cells[0].source.splitlines()[0].rpartition(" · ")[2].lstrip("# ")
-        parts.append(Part(page.stem, f"{page.stem[:2]} {title}", CHAPTERS[page.stem], page.stem,
+        parts.append(Part(page.stem, f"{page.stem[:2]} {title_of(page)}", CHAPTERS[page.stem], page.stem,
                           f"notebooks/{page.name}", (page.stem, 0)))
     for each in load_all():
         parts.append(Part(each.name, f"exercise {each.number}: {each.title}", each.minutes, each.chapter,
                           f"exercises/{each.name}.ipynb", (each.chapter, each.number)))
     return sorted(parts, key=lambda part: part.place)
+
+
+def title_of(page: Path) -> str:
+    """What follows the number in a notebook's first line: "# 1 · The decode loop"."""
+    first = "".join(json.loads(page.read_text(encoding="utf-8"))["cells"][0]["source"]).splitlines()[0]
+    return first.rpartition(" · ")[2].lstrip("# ")
 
 
 def by_worth(parts: Iterable[Part]) -> list[Part]:
@@ -192,9 +198,9 @@ def in_hours(minutes: int) -> str:
 
 
 def hours(parts: Iterable[Part]) -> str:
-    """The parts' minutes together: "9 h 40 min"."""
+    """The parts' minutes together: "9 h 40 min", "18 h"."""
     total = sum(part.minutes for part in parts)
-    return f"{total // 60} h {total % 60} min"
+    return f"{total // 60} h" + f" {total % 60} min" * (total % 60 > 0)
 
 
 def how_long(root: Path, link: str) -> str:
@@ -211,7 +217,7 @@ def how_long(root: Path, link: str) -> str:
 
 def counted(parts: list[Part]) -> str:
     exercises = sum(part.is_exercise for part in parts)
-    return f"for {len(parts) - exercises} pages and {exercises or 'no'} exercises"
+    return f"for {len(parts) - exercises} pages and {exercises or 'no'} exercise{'s' * (exercises != 1)}"
 
 
 def span(parts: list[Part]) -> str:

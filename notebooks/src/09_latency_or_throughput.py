@@ -252,7 +252,7 @@ print("pages: under the loose cap already a larger batch than slots:", paged_loo
 # what does the p99 to the first token fall to?
 
 # %%
-guess("share refused", None)  # 0 to 1
+guess("share refused, 0 to 1", None)
 guess("p99 TTFT with a bounded queue, s", None)
 
 # %%
@@ -262,7 +262,7 @@ doors = [{"door": name, **service.under_load(replace(a100, max_waiting=most), ru
 DOORS = {"door": "admission", "refused_share": "refused, share", "ttft_p50_s": "TTFT p50, s",
          "ttft_p99_s": "TTFT p99, s", "latency_p99_s": "latency p99, s", "tokens_per_s": "tokens/s"}
 print(text_table(doors, DOORS))
-reveal("share refused", doors[-1]["refused_share"])
+reveal("share refused, 0 to 1", doors[-1]["refused_share"])
 reveal("p99 TTFT with a bounded queue, s", doors[-1]["ttft_p99_s"])
 
 # %%
