@@ -179,11 +179,12 @@ cache_drawings.block_tables(moments[-2], num_blocks=8, block_size=BLOCK)
 # %%
 # NBVAL_CHECK_OUTPUT
 from minillm import Engine, SamplingParams
+from minillm.ladder import engine as ladder
 from minillm.ladder.decode import SequenceCache
 
 params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
-package = {kv: [answer.token_ids for answer in Engine(model, max_batch=2, kv=kv).generate(prompts, params)]
-           for kv in ("paged", "slots")}
+package = {kv: [answer.token_ids for answer in ladder.Engine(model, max_batch=2, kv=kv).generate(prompts, params)]
+           for kv in ("paged", "slots")}  # by the plain engine, whose source is shown below
 ours = [row.tokens[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
 print("same tokens as the package, with pages:", ours == package["paged"], "| with slots:", ours == package["slots"])
 print("all blocks are free again:", sorted(pool.free) == list(range(8)))
