@@ -198,7 +198,7 @@ reveal("experts read for 64 rows, of 128", expected(128, 8, 64))
 # mixture.
 
 # %%
-show_source(beyond.Mixture.bytes_read, beyond.Mixture.total_bytes.fget)
+show_source(beyond.Mixture.bytes_read)
 
 # %%
 mixture = beyond.MIXTURES["Qwen3-30B-A3B"]

@@ -61,8 +61,8 @@ def goodput(rows: Sequence[Mapping], bounds: str, title: str) -> Figure:
         axes[0, 1].plot(rates, rates, color=GREY, linestyle="--", linewidth=1)
         top = 1.3 * max(row["good_per_s"] for row in rows)
         axes[0, 1].set_ylim(0, top)
-        axes[0, 1].annotate("all that arrive", (0.93 * top, 0.93 * top), xytext=(6, -4), textcoords="offset points",
-                            fontsize=9)
+        axes[0, 1].annotate("all in time", (0.86 * top, 0.86 * top), xytext=(-5, 3), textcoords="offset points",
+                            ha="right", fontsize=8)
         axes[0, 2].set_title(bounds, fontsize=10)
         axes[0, 2].yaxis.set_major_formatter(PercentFormatter(1))
         headline(figure, title)
