@@ -281,4 +281,5 @@ running.close()
 print("the server has stopped:", not thread.thread.is_alive())
 
 # %% [markdown]
-# [How these pages are made](README.md) · before: [12 · Names](12_appendix_names.ipynb)
+# [How these pages are made](README.md) · before: [12 · Names](12_appendix_names.ipynb) · next:
+# [14 · What the articles leave out](14_beyond_the_articles.ipynb)
