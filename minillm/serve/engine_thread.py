@@ -66,6 +66,7 @@ class EngineThread:
         self.inbox: SimpleQueue[tuple[Callable[[], Any], Future]] = SimpleQueue()
         self.answers: dict[RequestId, Answer] = {}  # of the requests that somebody reads
         self.left_waiting = 0  # requests that could not join the last step
+        self.rows = 0  # of the last step
         self.failures = 0  # steps that failed one after another
         self.closing = self.stopped = False  # closing: no new requests; stopped: no more steps
         self.thread = Thread(target=self._run, name="engine", daemon=True)
@@ -139,7 +140,9 @@ class EngineThread:
             if self.failures == MOST_FAILURES:
                 self.failures = 0
                 self._give_up([request.id for request in self.engine.scheduler.running])
-        self.left_waiting = len(self.engine.scheduler.waiting)
+        scheduler = self.engine.scheduler
+        self.left_waiting = len(scheduler.waiting)
+        self.rows = min(scheduler.max_batch, len(scheduler.running) + sum(event.finished for event in events))
         return events
 
     def _give_up(self, request_ids: list[RequestId]) -> None:
@@ -159,8 +162,9 @@ class EngineThread:
 
     def _add(self, answer: Answer, prompt: list[int], params: SamplingParams, arrival: float) -> None:
         scheduler = self.engine.scheduler
-        free_rows = 0 if self.left_waiting else scheduler.max_batch - len(scheduler.running)
-        waiting = len(scheduler.waiting) - free_rows  # those that the next step has no row for
+        # Where some could not join, the last step had all the rows that there is memory for.
+        rows = self.rows if self.left_waiting else scheduler.max_batch
+        waiting = len(scheduler.waiting) - (rows - len(scheduler.running))  # those that the next step has no row for
         if self.max_waiting is not None and waiting >= self.max_waiting:
             self.metrics.refused.inc()
             raise QueueFull(f"all rows are taken, and {self.max_waiting} requests wait already, as many as may")

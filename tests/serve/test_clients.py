@@ -118,6 +118,15 @@ def test_over_the_bound_of_the_queue_a_request_is_refused_and_told_to_come_again
         server.at_rest()
 
 
+def test_as_many_clients_as_rows_and_places_in_the_queue_are_never_refused():
+    """Rows that ended in the last step are free, though others still wait that will take them."""
+    with running(tiny_engine(max_batch=6), max_waiting=5) as server:
+        items = [WorkItem(prompt_ids=[3 + n % 90] * 4, max_tokens=1 + n % 7, arrival=0.0) for n in range(300)]
+        found = bench_server(Server(f"{server.url}/v1", "toy"), items, clients=11)
+        assert found["faults"] == {} and found["requests"]["finished"] == 300
+        server.at_rest()
+
+
 def test_without_a_queue_as_many_run_as_there_are_rows():
     with running(slowed(tiny_engine(max_batch=3), 0.02), max_waiting=0) as server:
         with ThreadPoolExecutor(8) as pool:
