@@ -12,7 +12,7 @@ import torch
 from tiny import tiny_model
 
 from minillm import Engine, load_tokenizer
-from minillm.course.experiments.formats import calibrated, errors, per_channel, per_token
+from minillm.course.experiments.formats import SCHEMES, calibrated, errors, key_transforms, per_channel, per_token
 from minillm.course.experiments.quality import (
     ERROR_BLOCK,
     Corpus,
@@ -225,6 +225,20 @@ def test_one_loud_channel_is_judged_by_more_than_one_norm():
     for better in (scaled, channels):
         assert better["score_error"] < plain["score_error"] / 3
         assert better["attention_variation"] < plain["attention_variation"] / 3
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
+def test_each_scheme_stores_keys_and_values_near_what_they_were(scheme):
+    """Also those that only the full size measures."""
+    model, make = tiny_model(), torch.Generator().manual_seed(0)
+    queries, keys, values = (torch.randn(2, 32, heads, 8, generator=make) for heads in (8, 2, 2))
+    transform = key_transforms(queries, keys)[scheme.keys]
+    storage, slots = scheme.storage(model, transform, 33), torch.arange(32)
+    k = transform.apply(0, queries[0], keys[0])[1] if transform else keys[0]
+    for store, numbers in ((storage.keys, k), (storage.values, values[0])):
+        store.write(0, slots, numbers)
+        wrong = (store.read(0, slots).float() - numbers).square().mean().sqrt() / numbers.square().mean().sqrt()
+        assert wrong < 0.15, wrong
 
 
 def test_keys_per_channel_need_whole_blocks():

@@ -194,6 +194,8 @@ def test_the_picture_of_a_knee_marks_all_that_may_be_the_knee():
     rings = {(*line.get_xdata(), *line.get_ydata()) for line in figure.axes[0].lines if line.get_fillstyle() == "none"}
     assert rings == {(row["tokens_per_s"], row["itl_p50_ms"]) for row in rows[1:4]}
     assert "between 8 and 32 clients: 128 make 1.95 times the tokens per second of 16" in title_of(figure)
+    rising = [{**row, "itl_p50_ms": 20.0, "knee_share": None} for row in rows]
+    assert "No knee below 128 clients: 128 make 18.16 times" in title_of(plots.knee_curve(rising))
 
 
 @pytest.mark.parametrize("inches", [4, 7, 10])

@@ -155,7 +155,7 @@ class Scheme:
         """An empty store with `slots` slots."""
         storage = kv_storage(model.config, self.kv_format, slots, model.device, transform)
         if not self.served:
-            storage.keys = PerChannelKeys(storage.keys.codes.shape[:3], model.config.head_dim, "fp32", model.device)
+            storage.keys = PerChannelKeys(model.config, slots, model.device, torch.float32)
         return storage
 
 

@@ -497,10 +497,12 @@ def knee_curve(rows: Sequence[Mapping]) -> Figure:
     at, last, may_be = knee_of(rows), rows[-1], knees_of(rows)
     first, past = may_be[0]["clients"], may_be[-1]["clients"]
     where = f"at {at['clients']}" if first == past else f"between {first} and {past}"
+    says, of = f"The knee lies {where} clients", at
+    if at is last:
+        says, of = f"No knee below {last['clients']} clients", rows[0]
     title = (
-        f"The knee lies {where} clients: {last['clients']} make {last['tokens_per_s'] / at['tokens_per_s']:.2f} times "
-        f"the tokens per second of {at['clients']}, with {last['itl_p50_ms'] / at['itl_p50_ms']:.1f} times the gap "
-        "between them"
+        f"{says}: {last['clients']} make {last['tokens_per_s'] / of['tokens_per_s']:.2f} times the tokens per second "
+        f"of {of['clients']}, with {last['itl_p50_ms'] / of['itl_p50_ms']:.1f} times the gap between them"
     )
     with drawing(size=(8, 4.5)) as (figure, axes):
         ax = axes[0, 0]
