@@ -4,7 +4,7 @@
 # In notebook 4 the cache was cut into blocks, and a request held a list of the blocks it needed. Here you write both
 # parts: the pool, which knows what is free, and the table, which knows where each token lies.
 #
-# **To look at**: notebook 4, "A block table" and "Build"; in the package `minillm/ladder/paged.py`.
+# **To look at**: notebook 4, "Build: a block table"; in the package `minillm/ladder/paged.py`.
 
 # %%
 from minillm.course.grading import check, hint

@@ -4,7 +4,7 @@
 # In notebook 4 a text's keys and values lay in blocks all over the pool, and the answers stayed the same. Here you
 # write the attention that makes this true: first the text in one run, then what each new token takes from it.
 #
-# **To look at**: notebook 4, "A block table"; in the package `minillm/ladder/attention.py`.
+# **To look at**: notebook 4, "Build: a block table"; in the package `minillm/ladder/attention.py`.
 
 # %%
 import torch
