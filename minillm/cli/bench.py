@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from secrets import randbelow
 
 from minillm.cli.common import add_model, add_outputs, add_workload, in_course, lengths_that_fit, workload_settings
@@ -45,10 +46,13 @@ def add_bench(commands) -> None:
                              "unknown name lists them; default: peers)")
     add_model(parser)
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--against", choices=["transformers"], help="run it too, in turns, in this process")
+    where.add_argument("--against", choices=["transformers", "transformers-continuous"],
+                       help="run it too, in turns, in this process; -continuous: without its static batches")
     where.add_argument("--url", help="run it there instead: an OpenAI-compatible server, up to and with /v1")
     add_workload(parser)
     parser.add_argument("--repeats", type=int, default=3, help="of each engine; the median is shown (default: 3)")
+    parser.add_argument("--budget-s", type=float, metavar="S", help="no further turn begins after it; what is there "
+                                                                    "is kept with --save after each turn")
     parser.add_argument("--batch", default="1,8,32", metavar="N,N,...", help="of decode (default: 1,8,32)")
     parser.add_argument("--context", type=int, default=128, help="tokens before a step of decode (default: 128)")
     parser.add_argument("--steps", type=int, default=16, help="of decode, timed for each batch (default: 16)")
@@ -84,11 +88,18 @@ def _bench(arguments) -> int:
           "warms up", flush=True)
     with lengths_that_fit(), on_terminal(arguments.workload) as show:
         settings["watch"] = Gauges(show)
+        settings |= {"budget_s": arguments.budget_s, "keep": _kept if arguments.save else lambda result: None}
         result = bench(arguments.workload, arguments.model, arguments.against, arguments.repeats, bar, **settings)
     print(f"{arguments.workload} on {arguments.model}, {result.provenance.dtype}, {result.provenance.device}")
     print(text_table(result.rows, BENCH_COLUMNS))
     write(arguments, result, {"device": result.provenance.device, "model": arguments.model, "rows": result.rows})
     return 0
+
+
+def _kept(result) -> None:
+    """Keep what a bench has so far; rows that cannot be kept are refused once they are printed, at the end."""
+    with suppress(ValueError):
+        result.save()
 
 
 def _bench_loop(arguments, settings: dict) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from functools import cached_property
 from statistics import median
 
 import torch
@@ -16,7 +17,7 @@ from minillm.load.weights import load_model
 from minillm.measure import metrics
 from minillm.measure.measurement import Measurement, Spread, Watch, provenance
 from minillm.measure.reference import load_reference
-from minillm.measure.roofline import StepWork, least_work, measure_ceilings, shape_of
+from minillm.measure.roofline import Ceilings, StepWork, least_work, measure_ceilings, shape_of
 from minillm.measure.workload import WorkItem, make_workload, play
 from minillm.model.llama import Llama
 
@@ -24,28 +25,47 @@ STATIC_BATCH = 8
 
 Run = tuple[int, float]  # output tokens, seconds
 OnStep = Callable[[Engine], None]
+AGAINST = ("transformers", "transformers-continuous")
 
 
 def bench(
-    workload: str, model_name: str, against: str | None, repeats: int, progress, watch: OnStep | None = None, **settings
+    workload: str, model_name: str, against: str | None, repeats: int, progress, watch: OnStep | None = None,
+    budget_s: float | None = None, keep: Callable[[Measurement], object] = lambda measurement: None, **settings,
 ) -> Measurement:
     """Output tokens per second of a workload, all requests at the start: median of `repeats`, engines in turns.
 
     against: "transformers" adds its `generate` with static batches of 8, and its continuous batching,
-    both warmed, on the same weights. progress: (label, total) -> a bar. watch: called with our engine
-    after each of its steps. `settings` are the workload's.
+    both warmed, on the same weights; "transformers-continuous" only the latter, which takes a fraction of the
+    time. progress: (label, total) -> a bar. watch: called with our engine after each of its steps. budget_s: no
+    turn but the first begins after it. keep: called with what there is after each turn, since a run may be stopped.
+    `settings` are the workload's; with another number of requests than its own the result has a name of its own.
     """
     check_at_least(1, repeats=repeats)
-    items = make_workload(workload, **settings)
+    check_at_least(0, budget_s=budget_s)
+    items, began = make_workload(workload, **settings), time.perf_counter()
     model = load_model(model_name)
     ours = OurEngine(model, watch)
     engines: dict[str, Callable[[Sequence[WorkItem]], Run]] = {"minillm": ours.run}
     if against:
         reference = load_reference(model_name, model)
-        engines["transformers, static batch of 8"] = lambda items: _static(reference, items)
+        if against == AGAINST[0]:
+            engines["transformers, static batch of 8"] = lambda items: _static(reference, items)
         engines["transformers, continuous batching"] = lambda items: _continuous(reference, items)
-    speeds = _take_turns(engines, items, repeats, progress)
-    speed = median(speeds["minillm"])
+    name = f"bench_{workload}" + (f"_{settings['requests']}" if settings.get("requests") else "")
+    for speeds in _take_turns(engines, items, repeats, progress):
+        turns = len(speeds["minillm"])
+        cut = turns < repeats and budget_s is not None and time.perf_counter() - began > budget_s
+        result = _measurement(name, model_name, ours, items, speeds, settings.get("seed", 0))
+        result = replace(result, cut_at_s=budget_s if cut else None)
+        keep(result if turns == repeats or cut else replace(result, cut_at_s=time.perf_counter() - began))
+        if cut:
+            break
+    return result
+
+
+def _measurement(name: str, model_name: str, ours: OurEngine, items, speeds: dict[str, list[float]], seed: int):
+    """What the turns so far have shown, a row for each engine."""
+    model, speed = ours.model, median(speeds["minillm"])
     rows = [
         {
             "engine": engine, "output_tokens": sum(item.output_tokens for item in items), "tokens_per_s": median(runs),
@@ -54,14 +74,14 @@ def bench(
         for engine, runs in speeds.items()
     ]
     rows[0] |= ours.shares()
-    spread = Spread.of(speeds["minillm"], warmups=1)
-    load, seed = ours.load.found(model.device.type == "cpu"), settings.get("seed", 0)
+    spread, load = Spread.of(speeds["minillm"], warmups=1), ours.load.found(model.device.type == "cpu")
     source = provenance(model_name, native_format(model.dtype), model.device, seed=seed, spread=spread, **load)
-    return Measurement(f"bench_{workload}", source, rows)
+    return Measurement(name, source, rows)
 
 
-def _take_turns(engines, items, repeats: int, progress) -> dict[str, list[float]]:
-    """Tokens per second of each run. In turns, so that a machine that slows down slows every engine."""
+def _take_turns(engines, items, repeats: int, progress) -> Iterator[dict[str, list[float]]]:
+    """Tokens per second of each run so far, after each turn. In turns, so that a machine that slows down slows every
+    engine; turn 0 warms up, and is not given."""
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     wanted = sum(item.output_tokens for item in items)
     with progress("bench", (repeats + 1) * len(engines)) as bar:
@@ -73,7 +93,8 @@ def _take_turns(engines, items, repeats: int, progress) -> dict[str, list[float]
                     raise RuntimeError(f"{name} gave {tokens} tokens instead of {wanted}; its speed would mean nothing")
                 if turn:
                     speeds[name].append(wanted / seconds)
-    return speeds
+            if turn:
+                yield speeds
 
 
 def bench_loop(
@@ -96,10 +117,14 @@ def bench_loop(
 
 
 def started_engine(model: Llama) -> Engine:
-    """An engine whose CUDA graphs are recorded: starting is not timed, neither here nor in others."""
-    engine = Engine(model)
-    if engine.executor.graphs:
-        engine.executor.graphs.record_all()
+    """An engine with all defaults, `started`."""
+    return started(Engine(model))
+
+
+def started(engine: Engine) -> Engine:
+    """The engine, once its CUDA graphs are recorded: what is timed begins after that, here and in other engines."""
+    if graphs := getattr(engine.executor, "graphs", None):
+        graphs.record_all()
     return engine
 
 
@@ -117,9 +142,14 @@ class OurEngine:
         self.load.compare_steps(self.steps)
         return sum(map(len, outputs)), self.seconds
 
+    @cached_property
+    def limits(self) -> Ceilings:
+        """Bandwidth and matmul rate of the device, measured once."""
+        return measure_ceilings(self.model.device, self.model.dtype)
+
     def shares(self) -> dict[str, float]:
         """MBU and MFU of the last run: the least bytes and FLOPs of all its steps, over its time."""
-        model, limits = self.model, measure_ceilings(self.model.device, self.model.dtype)
+        model, limits = self.model, self.limits
         kv_format = native_format(model.dtype)
         works = [least_work(model.config, kv_format, shape_of(step), model.weight_bytes) for step in self.steps]
         work = StepWork(sum(work.bytes for work in works), sum(work.flops for work in works))
@@ -158,7 +188,7 @@ def _continuous(reference, items: Sequence[WorkItem]) -> Run:
     manager = reference.init_continuous_batching(
         generation_config=GenerationConfig(do_sample=False, max_new_tokens=most, eos_token_id=-1, pad_token_id=0),
         continuous_batching_config=ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=step_tokens,
-                                                            page_size=page),
+                                                            **{page_name(ContinuousBatchingConfig): page}),
     )
     manager.start()
     try:
@@ -168,6 +198,12 @@ def _continuous(reference, items: Sequence[WorkItem]) -> Run:
         return tokens, time.perf_counter() - start
     finally:
         manager.stop(block=True)
+
+
+def page_name(config_class: type) -> str:
+    """What a release of transformers calls the tokens of a block: `page_size`, or `block_size` in 5.17 and before."""
+    known = {each.name for each in fields(config_class)}
+    return next(name for name in ("page_size", "block_size") if name in known)
 
 
 def _ask(manager, items: Sequence[WorkItem]) -> int:

@@ -35,6 +35,7 @@ from minillm.ladder.records import Records
 from minillm.ladder.request import SamplingParams
 from minillm.load.config import ModelConfig
 from minillm.measure import metrics
+from minillm.measure.bench import started
 from minillm.measure.measurement import EXACT, Measurement, Spread, provenance
 from minillm.measure.reference import load_reference
 from minillm.measure.roofline import StepShape
@@ -387,8 +388,8 @@ def stall_by_chunking(setting: Setting, streams: int = 4) -> Measurement:
     rows, model = [], setting.timed_model
     warm_up(model, long_prompt // 2)
     for prompt, step_budget in (("whole", long_prompt + streams), ("in chunks", budget)):
-        engine = Engine(model, max_batch=streams + 1, max_context=long_prompt + tokens, prefix_cache=False,
-                        max_step_tokens=step_budget, chunked_prefill=prompt == "in chunks")
+        engine = started(Engine(model, max_batch=streams + 1, max_context=long_prompt + tokens, prefix_cache=False,
+                                max_step_tokens=step_budget, chunked_prefill=prompt == "in chunks"))
         for number in range(streams):
             engine.add([number] * 16, SamplingParams(max_tokens=tokens, ignore_eos=True), number)
         while engine.has_work:
