@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from secrets import randbelow
 
 from minillm.cli.common import add_model, add_outputs, add_workload, in_course, lengths_that_fit, workload_settings
 from minillm.course.show.live import Gauges, on_terminal
-from minillm.course.show.output import bar, print_summary, say_if_busy, write, write_json
+from minillm.course.show.output import bar, place, print_summary, say_if_busy, write, write_json
 from minillm.course.show.tables import text_table
 from minillm.load import DEFAULT
 
@@ -64,6 +66,7 @@ def add_bench(commands) -> None:
                                                  "same (default: 0; with --url a new one each time, which is printed)")
     parser.add_argument("--label", help="the server's name in what is saved (default: its URL, or minillm)")
     add_outputs(parser)
+    parser.add_argument("--out", metavar="DIR", help="keep the measurement there; not of --clients, --rate or --url")
     parser.set_defaults(run=_bench)
 
 
@@ -88,7 +91,7 @@ def _bench(arguments) -> int:
           "warms up", flush=True)
     with lengths_that_fit(), on_terminal(arguments.workload) as show:
         settings["watch"] = Gauges(show)
-        settings |= {"budget_s": arguments.budget_s, "keep": _kept if arguments.save else lambda result: None}
+        settings |= {"budget_s": arguments.budget_s, "keep": partial(_keep, place(arguments))}
         result = bench(arguments.workload, arguments.model, arguments.against, arguments.repeats, bar, **settings)
     print(f"{arguments.workload} on {arguments.model}, {result.provenance.dtype}, {result.provenance.device}")
     print(text_table(result.rows, BENCH_COLUMNS))
@@ -96,10 +99,11 @@ def _bench(arguments) -> int:
     return 0
 
 
-def _kept(result) -> None:
+def _keep(root: Path | None, result) -> None:
     """Keep what a bench has so far; rows that cannot be kept are refused once they are printed, at the end."""
     with suppress(ValueError):
-        result.save()
+        if root:
+            result.save(root)
 
 
 def _bench_loop(arguments, settings: dict) -> int:

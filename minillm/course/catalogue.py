@@ -71,6 +71,7 @@ EXPERIMENTS = {
     for experiment in (
         Experiment("ladder", "ladder.ladder_experiment", "every rung on the same prompts", (), 20),
         Experiment("decode", "batching", "decode steps by batch, and their shares of the limits", (), 4),
+        Experiment("decode_by_format", "batching", "a decode step by the format of keys and values", (), 4),
         Experiment("roofline_steps", "limits", "decode steps and prompts, and their shares of the limits", (), 4),
         Experiment("decode_step", "limits", "a step of one row against the bytes that it reads", ("A1",), 8),
         Experiment("prefill", "limits", "prompts by length and number, beside decoding", ("A2", "A3", "A6"), 18),
