@@ -37,6 +37,13 @@ from minillm.measure.measurement import CHECKOUT, current_commit
 SMALL = "random:smollm2-135m"  # in a rehearsal
 GPU_MODEL, YARDSTICK_MODEL = "random:llama-3-8b", "random:qwen3-0.6b"
 SHOWN = ("torch", "triton", "transformers", "numpy", "tokenizers", "safetensors", "gguf", "nvidia-ml-py", "matplotlib")
+WARM_MINILLM = """
+import sys
+from minillm.cli import main
+from minillm.course.record import warm_clocks
+warm_clocks()
+sys.exit(main(sys.argv[1:]))
+"""
 PIECES = 3  # of the model: each fits into a transfer beside the checkout
 GRACE_S = 10  # of a call's seconds, kept for packing what was found
 LEAST_S = 15  # with less left, no further part is begun
@@ -162,7 +169,7 @@ class Recording:
         if part.module != "minillm":
             return [sys.executable, "-m", part.module, *arguments]
         arguments += ["--out", str((self.out / "measurements").resolve())]
-        return [sys.executable, "-c", "from minillm.course.record import warmed; warmed()", *arguments]
+        return [sys.executable, "-c", WARM_MINILLM, *arguments]
 
     def note(self, part: Part, ended: str, seconds: float) -> None:
         """Write how a part ended, show the end of what it said, and pack what there is so far."""
@@ -192,19 +199,14 @@ def environment() -> dict[str, str]:
     }
 
 
-def warmed() -> None:
-    """Multiply large matrices for half a second where there is a GPU, then run `minillm` with this process's
-    arguments; exits with its status. An idle GPU's clock is a fifth of what it runs at."""
+def warm_clocks() -> None:
+    """Multiply large matrices for half a second where there is a GPU: its idle clock is a fifth of its usual one."""
     import torch
-
-    from minillm.cli import main
 
     if torch.cuda.is_available():
         a, began = torch.ones(8192, 8192, device="cuda", dtype=torch.bfloat16), time.monotonic()
         while time.monotonic() - began < 0.5:
             (a @ a)[0, 0].item()
-        del a
-    raise SystemExit(main(sys.argv[1:]))
 
 
 def versions() -> str:
