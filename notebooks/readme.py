@@ -17,6 +17,8 @@ from minillm.course.ledger import as_markdown, find_all
 from minillm.course.show.plots import bars
 from minillm.course.show.recorded import heading, on_gpu
 from minillm.course.show.tables import text_table, with_range
+from minillm.course.targets import COLUMNS as TARGET_COLUMNS
+from minillm.course.targets import targets
 from minillm.course.timetable import ROOMS, how_long, timetable
 from minillm.measure.measurement import Measurement, measurement_path
 
@@ -76,12 +78,13 @@ BLOCKS = {
     "claims": lambda: as_markdown(find_all(MEASUREMENTS)),
     "course_time": lambda: how_long(ROOT, "notebooks/room/INSTRUCTOR.md"),
     "pages_time": lambda: how_long(ROOT, "room/INSTRUCTOR.md"),
+    "targets": lambda: f"```\n{text_table(targets(MEASUREMENTS), TARGET_COLUMNS)}\n```",
     **{name.replace(" ", "_"): partial(timetable, ROOT, days) for name, days in ROOMS.items()},
 }
 PAGES = {
     ROOT / "README.md": ("ladder", "ladder_pictures", "bench_peers", "servers", "gpu", "course_time"),
     ROOT / "notebooks" / "CLAIMS.md": ("claims",),
-    ROOT / "notebooks" / "README.md": ("pages_time",),
+    ROOT / "notebooks" / "README.md": ("pages_time", "targets"),
     ROOT / "notebooks" / "room" / "INSTRUCTOR.md": tuple(name.replace(" ", "_") for name in ROOMS),
 }
 

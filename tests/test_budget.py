@@ -84,7 +84,7 @@ def load_too_large(monkeypatch, preset: str, dtype: str) -> None:
     def runs_out(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(weights, "_choose_device", torch.device)  # which would ask whether there is one
+    monkeypatch.setattr(weights, "choose_device", torch.device)  # which would ask whether there is one
     monkeypatch.setattr(weights, "FastLlama", runs_out)
     weights.load_model(f"random:{preset}", "cuda", dtype)
 

@@ -12,7 +12,7 @@ from minillm.cli import bench as command
 from minillm.load.source import DEFAULT
 from minillm.measure import peers as module
 from minillm.measure.bench import peer_row
-from minillm.measure.peers import PEERS, VLLM_PYTHON, NoPeer, peers
+from minillm.measure.peers import CONTINUOUS, PEERS, VLLM_PYTHON, NoPeer, peers
 from minillm.measure.workload import WorkItem
 
 ITEMS = [WorkItem(0.0, [5 + i] * 4, 3 + i) for i in range(3)]
@@ -88,4 +88,4 @@ def test_a_ratio_is_of_the_same_turn_and_the_command_knows_every_peer():
     row = peer_row("other", 100, [10.0, 20.0, 40.0], [30.0, 40.0, 40.0])
     assert (row["times_minillm"], row["times_minillm_min"], row["times_minillm_max"]) == (2.0, 1.0, 3.0)
     assert row["tokens_per_s"] == 20.0
-    assert command.PEERS == PEERS
+    assert (command.PEERS, command.CONTINUOUS) == (PEERS, CONTINUOUS)

@@ -9,14 +9,15 @@ import sys
 
 from minillm.cli.bench import add_bench
 from minillm.cli.course import add_claims, add_exercises, add_grade, add_ladder, add_measure, add_overhead
+from minillm.cli.record import add_record
 from minillm.cli.running import add_fetch, add_generate
 from minillm.cli.serve import add_serve
 from minillm.cli.serving import add_capacity, add_simulate
 from minillm.guard.inputs import check_at_least
 
 COMMANDS = (
-    add_generate, add_serve, add_ladder, add_measure, add_claims, add_bench, add_capacity, add_simulate, add_overhead,
-    add_grade, add_exercises, add_fetch,
+    add_generate, add_serve, add_ladder, add_measure, add_record, add_claims, add_bench, add_capacity, add_simulate,
+    add_overhead, add_grade, add_exercises, add_fetch,
 )
 
 # Of pyproject.toml, by what they bring.

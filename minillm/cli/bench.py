@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from secrets import randbelow
 
 from minillm.cli.common import add_model, add_outputs, add_workload, in_course, lengths_that_fit, workload_settings
 from minillm.course.show.live import Gauges, on_terminal
-from minillm.course.show.output import bar, print_summary, say_if_busy, write, write_json
+from minillm.course.show.output import bar, place, print_summary, say_if_busy, write, write_json
 from minillm.course.show.tables import filled, text_table, with_range
 from minillm.load import DEFAULT
 
 PEERS = ("transformers", "llama.cpp", "vllm")  # as in `measure/peers.py`, which needs PyTorch
+CONTINUOUS = "transformers-continuous"
 NO_SUCH_PATH = "does the URL end in /v1, and is --model the name under which it serves?"
 CURES = {  # of what goes wrong with every request on the first try, by how its name begins
     "refused": "does a server listen at this address and port?",
@@ -51,11 +55,14 @@ def add_bench(commands) -> None:
                              "unknown name lists them; default: peers)")
     add_model(parser)
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--against", choices=[*PEERS, "all"],
-                       help="run it too, in turns; all: those that are here (`make peers` fetches vLLM)")
+    where.add_argument("--against", choices=[*PEERS, CONTINUOUS, "all"],
+                       help=f"run it too, in turns; {CONTINUOUS}: without static batches; all: those that are here "
+                            "(`make peers` fetches vLLM)")
     where.add_argument("--url", help="run it there instead: an OpenAI-compatible server, up to and with /v1")
     add_workload(parser)
     parser.add_argument("--repeats", type=int, default=3, help="of each engine; the median is shown (default: 3)")
+    parser.add_argument("--budget-s", type=float, metavar="S", help="no further turn begins after it; what is there "
+                                                                    "is kept with --save after each turn")
     parser.add_argument("--batch", default="1,8,32", metavar="N,N,...", help="of decode (default: 1,8,32)")
     parser.add_argument("--context", type=int, default=128, help="tokens before a step of decode (default: 128)")
     parser.add_argument("--steps", type=int, default=16, help="of decode, timed for each batch (default: 16)")
@@ -67,6 +74,7 @@ def add_bench(commands) -> None:
                                                  "same (default: 0; with --url a new one each time, which is printed)")
     parser.add_argument("--label", help="the server's name in what is saved (default: its URL, or minillm)")
     add_outputs(parser)
+    parser.add_argument("--out", metavar="DIR", help="keep the measurement there; not of --clients, --rate or --url")
     parser.set_defaults(run=_bench)
 
 
@@ -93,11 +101,19 @@ def _bench(arguments) -> int:
           "warms up", flush=True)
     with lengths_that_fit(), on_terminal(arguments.workload) as show:
         settings["watch"] = Gauges(show)
+        settings |= {"budget_s": arguments.budget_s, "keep": partial(_keep, place(arguments))}
         result = bench(arguments.workload, arguments.model, arguments.against, arguments.repeats, bar, **settings)
     print(f"{arguments.workload} on {arguments.model}, {result.provenance.dtype}, {result.provenance.device}")
     print(bench_table(result.rows))
     write(arguments, result, {"device": result.provenance.device, "model": arguments.model, "rows": result.rows})
     return 0
+
+
+def _keep(root: Path | None, result) -> None:
+    """Keep what a bench has so far; rows that cannot be kept are refused once they are printed, at the end."""
+    with suppress(ValueError):
+        if root:
+            result.save(root)
 
 
 def _bench_loop(arguments, settings: dict) -> int:

@@ -71,6 +71,7 @@ EXPERIMENTS = {
     for experiment in (
         Experiment("ladder", "ladder.ladder_experiment", "every rung on the same prompts", (), 20),
         Experiment("decode", "batching", "decode steps by batch, and their shares of the limits", (), 4),
+        Experiment("decode_by_format", "batching", "a decode step by the format of keys and values", (), 4),
         Experiment("roofline_steps", "limits", "decode steps and prompts, and their shares of the limits", (), 4),
         Experiment("decode_step", "limits", "a step of one row against the bytes that it reads", ("A1",), 8),
         Experiment("operators", "operators", "where a step's time goes, by part", (), 10, "TABLES"),
@@ -149,13 +150,12 @@ class Outcome:
 
 
 def run_experiment(name: str, setting: Setting) -> Outcome:
-    """Run one and check its rows; ValueError for an unknown name, MeasurementError for rows that cannot be right."""
+    """Run one; ValueError for an unknown name, MeasurementError for another one's rows. `save` checks the rows."""
     experiment = find(name)
     setting.begin()
     measurement = experiment(setting)
     if measurement.experiment != name:
         raise MeasurementError(f"{name} returned the rows of {measurement.experiment!r}: its file would not be found")
-    measurement.check()
     if setting.cut:
         measurement = replace(measurement, cut_at_s=setting.budget_s)
     return Outcome(measurement, time.perf_counter() - setting.started)
@@ -168,7 +168,7 @@ def recorded_here(name: str, setting: Setting, root: Path) -> Measurement | None
     not count, and a commit with changes on top has left none.
     """
     allowed = math.inf if setting.budget_s is None else setting.budget_s
-    for place in (device_name(setting.model.device), VIRTUAL, EXACT):
+    for place in (device_name(setting.place), VIRTUAL, EXACT):
         if measurement_path(place, name, root).exists():
             try:
                 stored = Measurement.load(place, name, root)

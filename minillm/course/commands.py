@@ -64,12 +64,13 @@ def _run_all(arguments, names: list[str], root: Path) -> tuple[list[Measurement]
     setting = Setting(arguments.quick, arguments.model, arguments.device, progress=bar, budget_s=arguments.budget_s)
     found, failed, began = [], {}, time.perf_counter()
     for number, name in enumerate(names):
-        if arguments.resume and (known := catalogue.recorded_here(name, setting, root)):
-            print(f"{name}: this commit has it already" + f", {known.missing}" * bool(known.missing) + "\n")
-            continue
         try:
+            if arguments.resume and (known := catalogue.recorded_here(name, setting, root)):
+                print(f"{name}: this commit has it already" + f", {known.missing}" * bool(known.missing) + "\n")
+                continue
             with ticking(_so_far(number, names, began)):
                 outcome = catalogue.run_experiment(name, setting)
+            _print_rows(name, outcome.measurement)  # before they are checked: what took minutes is seen in any case
             path = outcome.measurement.save(root)
         except NotHere as reason:
             print(f"{name} is left out: {reason}\n")
@@ -79,15 +80,19 @@ def _run_all(arguments, names: list[str], root: Path) -> tuple[list[Measurement]
             print(f"{name} failed: {failed[name]}\n", file=sys.stderr)
             continue
         found.append(outcome.measurement)
-        print(f"{name}: {heading(outcome.measurement)}")
-        rows, chosen = outcome.measurement.rows, catalogue.find(name).columns
-        print("\n\n".join(text_table(rows, filled(rows, each)) for each in chosen) if chosen else tables(rows))
         if name in PICTURES:
             _draw(PICTURES[name], outcome.measurement.rows, path.with_suffix(".png"))
         print(f"{outcome.report(arguments.budget_s)}; written to {path}")
         say_if_busy(outcome.measurement.disturbed)
         print(flush=True)
     return found, failed
+
+
+def _print_rows(name: str, measurement: Measurement) -> None:
+    """Where the rows were made, and their tables."""
+    rows, chosen = measurement.rows, catalogue.find(name).columns
+    print(f"{name}: {heading(measurement)}")
+    print("\n\n".join(text_table(rows, filled(rows, each)) for each in chosen) if chosen else tables(rows), flush=True)
 
 
 def _so_far(done: int, names: list[str], began: float) -> str:

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Any, TypeVar
 
+import torch
+
 from minillm.fast.memory import native_format
 from minillm.load.config import ModelConfig
 from minillm.load.source import DEFAULT
 from minillm.load.tokenizer import Tokenizer, load_tokenizer
-from minillm.load.weights import load_model
+from minillm.load.weights import choose_device, load_model
 from minillm.measure.measurement import Measurement, Spread, Watch, provenance
 from minillm.measure.roofline import Ceilings, StepShape, StepWork, least_work, measure_ceilings
 from minillm.model.llama import Llama
@@ -76,8 +78,14 @@ class Setting:
 
     @property
     def gpu(self) -> bool:
-        """Whether the model is on a GPU: sizes follow it."""
-        return self.model.device.type == "cuda"
+        """Whether the model is on a GPU: sizes follow it. Loads none."""
+        return self.place.type == "cuda"
+
+    @property
+    def place(self) -> torch.device:
+        """The device on which models are loaded."""
+        model = vars(self).get("model")
+        return model.device if model is not None else choose_device(self.device)
 
     @property
     def timed_name(self) -> str:
@@ -154,8 +162,7 @@ def timed(experiment: Callable[..., Measurement]) -> Callable[..., Measurement]:
         setting.watch = Watch()
         with setting.watch:
             measurement = experiment(setting, *arguments, **settings)
-        model = vars(setting).get("timed_model") or setting.model  # whichever it used; both are on one device
-        found = setting.watch.found(model.device.type == "cpu")
+        found = setting.watch.found(setting.place.type == "cpu")
         return replace(measurement, provenance=replace(measurement.provenance, **found))
 
     return run

@@ -4,8 +4,9 @@
     int4   w = (q - 8) s + m, q of 0 to 15       a scale and a middle per 64       4.5 bits
 
 Scales and middles are bf16, as PyTorch's CPU kernels require. Those kernels round the activations to
-bf16, and win at few rows; at many rows fp32 is faster. Without a kernel, weights are dequantised for
-each product: that saves memory and costs time.
+bf16, and win at few rows; at many rows fp32 is faster. On a GPU a Triton kernel multiplies the codes as they
+are stored (weight_kernels.py). Without a kernel, weights are dequantised for each product: that saves memory
+and costs time.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from minillm.fast.device import triton_module
 from minillm.fast.model import FastLlama
 from minillm.ladder.quantized import even_group, pack_nibbles, unpack_nibbles
 
@@ -53,6 +55,7 @@ class QuantizedLinear:
 
     def __init__(self, codes: Tensor, scales: Tensor, bias: Tensor | None, has_kernel: bool) -> None:
         self.codes, self.scales, self.bias, self.has_kernel = codes, scales, bias, has_kernel
+        self.kernels = triton_module("minillm.fast.weight_kernels", codes.device)  # a GPU's
         self.weight_bytes = codes.nbytes + scales.nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -69,6 +72,8 @@ class Int8Linear(QuantizedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         """x [N, in] -> [N, out], before the bias."""
+        if self.kernels:
+            return self.kernels.product(x, self.codes, self.scales, self.scales, "int8")
         if self.has_kernel and len(x) <= FEW_ROWS:
             return torch.ops.aten._weight_int8pack_mm(x.bfloat16(), self.codes, self.scales)
         return F.linear(x, (self.codes.float() * self.scales.float()[:, None]).to(x.dtype))
@@ -90,6 +95,8 @@ class Int4Linear(QuantizedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         """x [N, in] -> [N, out], before the bias."""
+        if self.kernels and self.group == WEIGHT_GROUP:
+            return self.kernels.product(x, self.codes, *self.scales, "int4")
         if self.has_kernel:
             return torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), self.codes, self.group, self.scales)
         return F.linear(x, int4_dense(unpack_nibbles(self.codes), *self.scales).to(x.dtype))

@@ -47,7 +47,7 @@ def load_model(
     Raises ValueError for an unknown name, an unsupported model, or one that does not fit in memory,
     ModelNotFound for missing files.
     """
-    device = _choose_device(device)
+    device = choose_device(device)
     dtype = _choose_dtype(dtype, device)
     if model_name(name).startswith(RANDOM):
         config = ModelConfig.preset(model_name(name).removeprefix(RANDOM))
@@ -206,7 +206,7 @@ def _read_directory(directory: Path) -> tuple[ModelConfig, Mapping[str, Tensor]]
     return config, SafetensorsDirectory(directory)
 
 
-def _choose_device(device: str | torch.device) -> torch.device:
+def choose_device(device: str | torch.device) -> torch.device:
     """A device by name; ValueError for an unknown name, or a GPU that is not here."""
     if device != "auto":
         try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from statistics import median
 
 from minillm.fast.engine import Engine
@@ -14,7 +15,7 @@ from minillm.load.weights import load_model
 from minillm.measure import metrics
 from minillm.measure.measurement import Measurement, Spread, Watch, provenance
 from minillm.measure.peers import Engines, Run, peers
-from minillm.measure.roofline import StepWork, least_work, measure_ceilings, shape_of
+from minillm.measure.roofline import Ceilings, StepWork, least_work, measure_ceilings, shape_of
 from minillm.measure.workload import WorkItem, make_workload, play
 from minillm.model.llama import Llama
 
@@ -22,27 +23,42 @@ OnStep = Callable[[Engine], None]
 
 
 def bench(
-    workload: str, model_name: str, against: str | None, repeats: int, progress, watch: OnStep | None = None, **settings
+    workload: str, model_name: str, against: str | None, repeats: int, progress, watch: OnStep | None = None,
+    budget_s: float | None = None, keep: Callable[[Measurement], object] = lambda measurement: None, **settings,
 ) -> Measurement:
     """Output tokens per second of a workload, all requests at the start: median of `repeats`, engines in turns.
 
-    against: one of `PEERS`, or "all" of them that are here (NoPeer says why one is not), all warmed.
-    progress: (label, total) -> a bar. watch: called with our engine after each of its steps. `settings` are the
-    workload's.
+    against: one of `PEERS`, its CONTINUOUS, or "all" of `PEERS` that are here (NoPeer says why one is not), all warmed.
+    progress: (label, total) -> a bar. watch: called with our engine after each of its steps. budget_s: no turn but the
+    first begins after it. keep: called with what there is after each turn, since a run may be stopped. `settings` are
+    the workload's; with another number of requests than its own the result has a name of its own.
     """
     check_at_least(1, repeats=repeats)
-    items = make_workload(workload, **settings)
+    check_at_least(0, budget_s=budget_s)
+    items, began = make_workload(workload, **settings), time.perf_counter()
     model = load_model(model_name)
     ours = OurEngine(model, watch)
+    name = f"bench_{workload}" + (f"_{settings['requests']}" if settings.get("requests") else "")
     with peers(against, model_name, model, items) as others:
-        speeds = _take_turns({"minillm": ours.run, **others}, items, repeats, progress)
-    tokens = sum(item.output_tokens for item in items)
+        for speeds in _take_turns({"minillm": ours.run, **others}, items, repeats, progress):
+            turns = len(speeds["minillm"])
+            cut = turns < repeats and budget_s is not None and time.perf_counter() - began > budget_s
+            result = _measurement(name, model_name, ours, items, speeds, settings.get("seed", 0))
+            result = replace(result, cut_at_s=budget_s if cut else None)
+            keep(result if turns == repeats or cut else replace(result, cut_at_s=time.perf_counter() - began))
+            if cut:
+                break
+    return result
+
+
+def _measurement(name: str, model_name: str, ours: OurEngine, items, speeds: dict[str, list[float]], seed: int):
+    """What the turns so far have shown, a row for each engine."""
+    model, tokens = ours.model, sum(item.output_tokens for item in items)
     rows = [peer_row(engine, tokens, runs, speeds["minillm"]) for engine, runs in speeds.items()]
     rows[0] |= ours.shares()
-    spread = Spread.of(speeds["minillm"], warmups=1)
-    load, seed = ours.load.found(model.device.type == "cpu"), settings.get("seed", 0)
+    spread, load = Spread.of(speeds["minillm"], warmups=1), ours.load.found(model.device.type == "cpu")
     source = provenance(model_name, native_format(model.dtype), model.device, seed=seed, spread=spread, **load)
-    return Measurement(f"bench_{workload}", source, rows)
+    return Measurement(name, source, rows)
 
 
 def peer_row(engine: str, tokens: int, runs: Sequence[float], ours: Sequence[float]) -> dict:
@@ -56,8 +72,9 @@ def peer_row(engine: str, tokens: int, runs: Sequence[float], ours: Sequence[flo
     }
 
 
-def _take_turns(engines: Engines, items, repeats: int, progress) -> dict[str, list[float]]:
-    """Tokens per second of each run. In turns, so that a machine that slows down slows every engine."""
+def _take_turns(engines: Engines, items, repeats: int, progress) -> Iterator[dict[str, list[float]]]:
+    """Tokens per second of each run so far, after each turn. In turns, so that a machine that slows down slows every
+    engine; turn 0 warms up, and is not given."""
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     wanted = sum(item.output_tokens for item in items)
     with progress("bench", (repeats + 1) * len(engines)) as bar:
@@ -69,7 +86,8 @@ def _take_turns(engines: Engines, items, repeats: int, progress) -> dict[str, li
                     raise RuntimeError(f"{name} gave {tokens} tokens instead of {wanted}; its speed would mean nothing")
                 if turn:
                     speeds[name].append(wanted / seconds)
-    return speeds
+            if turn:
+                yield speeds
 
 
 def bench_loop(
@@ -92,10 +110,14 @@ def bench_loop(
 
 
 def started_engine(model: Llama) -> Engine:
-    """An engine whose CUDA graphs are recorded: starting is not timed, neither here nor in others."""
-    engine = Engine(model)
-    if engine.executor.graphs:
-        engine.executor.graphs.record_all()
+    """An engine with all defaults, `started`."""
+    return started(Engine(model))
+
+
+def started(engine: Engine) -> Engine:
+    """The engine, once its CUDA graphs are recorded: what is timed begins after that, here and in other engines."""
+    if graphs := getattr(engine.executor, "graphs", None):
+        graphs.record_all()
     return engine
 
 
@@ -113,9 +135,14 @@ class OurEngine:
         self.load.compare_steps(self.steps)
         return sum(map(len, outputs)), self.seconds
 
+    @cached_property
+    def limits(self) -> Ceilings:
+        """Bandwidth and matmul rate of the device, measured once."""
+        return measure_ceilings(self.model.device, self.model.dtype)
+
     def shares(self) -> dict[str, float]:
         """MBU and MFU of the last run: the least bytes and FLOPs of all its steps, over its time."""
-        model, limits = self.model, measure_ceilings(self.model.device, self.model.dtype)
+        model, limits = self.model, self.limits
         kv_format = native_format(model.dtype)
         works = [least_work(model.config, kv_format, shape_of(step), model.weight_bytes) for step in self.steps]
         work = StepWork(sum(work.bytes for work in works), sum(work.flops for work in works))

@@ -238,7 +238,8 @@ class Measurement:
         """Raise MeasurementError unless commit and device are named and no row exceeds the measured limits."""
         for name in ("commit", "device"):
             if not getattr(self.provenance, name):
-                raise MeasurementError(f"{self.experiment}: no {name} is named; run it again from a git checkout")
+                raise MeasurementError(f"{self.experiment}: no {name} is named; run it again from a git checkout, or "
+                                       "name it in MINILLM_COMMIT")
         limit = self.provenance.bandwidth_gb_per_s
         for number, row in enumerate(self.rows):
             for column, value in row.items():
@@ -357,11 +358,14 @@ def driver_version(device: str | torch.device) -> str:
 
 
 def current_commit() -> str:
-    """The commit of this package's own checkout, "-dirty" if files but measurements differ; "" outside a checkout."""
+    """The commit of this package's own checkout, "-dirty" if files but measurements differ.
+
+    Outside a checkout, or without git: $MINILLM_COMMIT, for a copy that was made of one; else "".
+    """
     here = Path(__file__)
     git = "git", "-C", here.parent
     if not _output(*git, "ls-files", here.name):  # installed into another project's folder
-        return ""
+        return os.environ.get("MINILLM_COMMIT", "").strip()
     code = ":(top)", ":(top,exclude)notebooks/measurements"
     changed = _output(*git, "status", "--porcelain", "--untracked-files=no", "--", *code)
     return _output(*git, "rev-parse", "HEAD") + ("-dirty" if changed else "")

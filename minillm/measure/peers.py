@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from minillm.model.llama import Llama
 STATIC_BATCH = 8
 VLLM_PYTHON = "MINILLM_VLLM"  # the environment variable that names the interpreter which has vLLM
 PEERS = ("transformers", "llama.cpp", "vllm")
+CONTINUOUS = "transformers-continuous"  # without its static batches: a fraction of the time
 
 Run = tuple[int, float]  # output tokens, seconds
 Engines = dict[str, Callable[[Sequence[WorkItem]], Run]]
@@ -45,7 +47,8 @@ def peers(against: str | None, model_name: str, model: Llama, items: Sequence[Wo
 
     Raises NoPeer for a peer that was asked for by name. items: the work, for which room is made.
     """
-    makers = {"transformers": transformers_engines, "llama.cpp": llama_cpp_engine, "vllm": vllm_engine}
+    makers = {"transformers": transformers_engines, CONTINUOUS: continuous_engine, "llama.cpp": llama_cpp_engine,
+              "vllm": vllm_engine}
     with ExitStack() as opened:
         engines: Engines = {}
         for name in PEERS if against == "all" else [against] * (against is not None):
@@ -67,6 +70,12 @@ def transformers_engines(model_name: str, model: Llama, items: Sequence[WorkItem
     reference = load_reference(model_name, model)
     yield {"transformers, static batch of 8": partial(static_batches, reference),
            "transformers, continuous batching": partial(continuous_batching, reference)}
+
+
+@contextmanager
+def continuous_engine(model_name: str, model: Llama, items: Sequence[WorkItem]) -> Iterator[Engines]:
+    """Its continuous batching alone."""
+    yield {"transformers, continuous batching": partial(continuous_batching, load_reference(model_name, model))}
 
 
 @torch.inference_mode()
@@ -101,7 +110,7 @@ def continuous_batching(reference, items: Sequence[WorkItem]) -> Run:
     manager = reference.init_continuous_batching(
         generation_config=GenerationConfig(do_sample=False, max_new_tokens=most, eos_token_id=-1, pad_token_id=0),
         continuous_batching_config=ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=step_tokens,
-                                                            page_size=page),
+                                                            **{page_name(ContinuousBatchingConfig): page}),
     )
     manager.start()
     try:
@@ -111,6 +120,12 @@ def continuous_batching(reference, items: Sequence[WorkItem]) -> Run:
         return tokens, time.perf_counter() - start
     finally:
         manager.stop(block=True)
+
+
+def page_name(config_class: type) -> str:
+    """What a release of transformers calls the tokens of a block: `page_size`, or `block_size` in 5.17 and before."""
+    known = {each.name for each in fields(config_class)}
+    return next(name for name in ("page_size", "block_size") if name in known)
 
 
 def ask_manager(manager, items: Sequence[WorkItem]) -> int:

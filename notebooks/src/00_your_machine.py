@@ -206,6 +206,19 @@ for name in ("l4", "rtx-4090", "a100-80gb", "h100", "h200"):
     print(f"{name:>9}: {DEVICES[name].gb_per_s:,} GB/s allow {bound:.0f} tokens/s; the estimate is lower: {below}")
 
 # %% [markdown]
+# The same, in finer counts, for what this engine is asked to reach on one of them, an H200. A kernel that starts and
+# ends has a price beside its reading, no kernel reads at the full speed of a copy, and between two steps Python works.
+# How much of each is not known before a run: so there are two bounds for each, and a prediction is a range. Beside it
+# stands what was recorded there.
+
+# %%
+from minillm.course.targets import COLUMNS, FAST, SLOW, targets
+
+print("bounds, slow:", SLOW)
+print("bounds, fast:", FAST)
+print(text_table(targets(), COLUMNS))
+
+# %% [markdown]
 # ## Where it loses
 #
 # The roofline counts work. Every step also has a fixed overhead: each operation must be called, and on a GPU

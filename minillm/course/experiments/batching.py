@@ -13,7 +13,9 @@ import torch
 
 from minillm.course.experiments.common import (
     WARM_UPS,
+    Decoding,
     Key,
+    TimedStep,
     count,
     decode_seconds,
     engine_for,
@@ -35,6 +37,7 @@ from minillm.ladder.records import Records
 from minillm.ladder.request import SamplingParams
 from minillm.load.config import ModelConfig
 from minillm.measure import metrics
+from minillm.measure.bench import started
 from minillm.measure.measurement import EXACT, Measurement, Spread, provenance
 from minillm.measure.reference import load_reference
 from minillm.measure.roofline import StepShape
@@ -126,6 +129,30 @@ def decode(
                   **step_row(setting, work, spread, batch)} for engine, spread in found.items()]
         spreads.append(found["minillm"])
     return setting.measured("decode", rows, spreads[0])
+
+
+@timed
+def decode_by_format(setting: Setting) -> Measurement:
+    """A decode step of many rows with long contexts, by the format of their keys and values, in turns: fewer bytes are
+    read, which someone must turn back into numbers."""
+    rows, context, turns, repeats = setting.size((2, 32, 3, 2), (16, 512, 3, 4), (64, 1024, 5, 16))
+    steps = {kv_format: format_step(setting, kv_format, rows, context, turns, repeats)
+             for kv_format in (native_format(setting.timed_model.dtype), "int8", "fp8")}
+    found = time_in_turns(setting, "decode_by_format", steps, turns)
+    native = next(iter(found.values()))
+    columns = [{"kv_format": kv_format, "rows": rows, "context_tokens": context, **turns.columns()}
+               for kv_format, turns in found.items()]
+    for row in columns:
+        row["times_native_step"] = row["step_ms"] / columns[0]["step_ms"]
+    return setting.measured("decode_by_format", columns, native.spread)
+
+
+def format_step(setting: Setting, kv_format: str, rows: int, context: int, turns: int, repeats: int) -> TimedStep:
+    """Steps of `rows` that decode over this format, `repeats` in each turn."""
+    steps = turns * (1 + repeats)
+    decoding = Decoding(setting.timed_model, rows, context, steps, kv_format=kv_format)
+    work = setting.work(StepShape.decode([context + steps // 2] * rows), kv_format=kv_format)
+    return TimedStep(work, rows, lambda: decoding.seconds(repeats))
 
 
 @torch.inference_mode()
@@ -387,8 +414,8 @@ def stall_by_chunking(setting: Setting, streams: int = 4) -> Measurement:
     rows, model = [], setting.timed_model
     warm_up(model, long_prompt // 2)
     for prompt, step_budget in (("whole", long_prompt + streams), ("in chunks", budget)):
-        engine = Engine(model, max_batch=streams + 1, max_context=long_prompt + tokens, prefix_cache=False,
-                        max_step_tokens=step_budget, chunked_prefill=prompt == "in chunks")
+        engine = started(Engine(model, max_batch=streams + 1, max_context=long_prompt + tokens, prefix_cache=False,
+                                max_step_tokens=step_budget, chunked_prefill=prompt == "in chunks"))
         for number in range(streams):
             engine.add([number] * 16, SamplingParams(max_tokens=tokens, ignore_eos=True), number)
         while engine.has_work:

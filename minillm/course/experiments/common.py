@@ -24,6 +24,7 @@ from minillm.ladder.quantized import kv_bytes_per_token
 from minillm.ladder.records import Records
 from minillm.ladder.request import SamplingParams
 from minillm.load.config import ModelConfig
+from minillm.measure.bench import started
 from minillm.measure.measurement import Measurement, Spread, provenance
 from minillm.measure.roofline import Ceilings, StepShape, StepWork
 from minillm.measure.workload import WorkItem, play, random_ids
@@ -63,9 +64,9 @@ class NoForward:
 
 
 def engine_for(model, items: Sequence[WorkItem], **settings) -> Engine:
-    """A new engine without prefix sharing, whose context holds the longest item."""
+    """A new engine without prefix sharing, whose context holds the longest item; nothing is left to record in a run."""
     longest = max(len(item.prompt_ids) + item.max_tokens for item in items)
-    return Engine(model, **{"max_context": longest, "prefix_cache": False, **settings})
+    return started(Engine(model, **{"max_context": longest, "prefix_cache": False, **settings}))
 
 
 def serve(model, items: Sequence[WorkItem], clients: int | None = None, **settings) -> Records:

@@ -3,7 +3,8 @@ the articles' own figures imply."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,10 +14,10 @@ from minillm.course.experiments.repeats import over_seeds
 from minillm.course.experiments.service import COST, FIGURES, simulated
 from minillm.course.figures import flat, service_row
 from minillm.course.setting import Setting, timed
-from minillm.fast.engine import Engine
 from minillm.fast.memory import native_format
 from minillm.guard.inputs import check_at_least, check_positive
 from minillm.ladder.quantized import kv_bytes_per_token
+from minillm.ladder.records import Records
 from minillm.load.config import ModelConfig
 from minillm.measure import metrics
 from minillm.measure.capacity import GB, capacity
@@ -24,7 +25,7 @@ from minillm.measure.measurement import EXACT, Measurement, Spread, provenance
 from minillm.measure.roofline import Ceilings, StepShape, StepWork, least_work
 from minillm.measure.service import PRICE, Service
 from minillm.measure.virtual import DEVICES, DataSheet
-from minillm.measure.workload import WorkItem, numbered_ids, play
+from minillm.measure.workload import WorkItem, numbered_ids
 from minillm.measure.workload import worked_example as workload
 
 
@@ -239,29 +240,35 @@ def worked_example_here(setting: Setting) -> Measurement:
         {"requests": 440, "context": 4096, "answer": 300, "static_batch": 8, "kv_memory": 60 * 10**9,
          "price_per_hour": PRICE},
     )
-    return three_setups(setting.timed_model, setting.timed_name, **sizes)
+    return three_setups(setting.timed_model, setting.timed_name, within=setting.within_budget, **sizes)
 
 
 def three_setups(
     model, name: str, requests: int = 32, context: int = 96, answer: int = 32, static_batch: int = 4, fit: int = 8,
-    price_per_hour: float = 0.1, kv_memory: int | None = None,
+    price_per_hour: float = 0.1, kv_memory: int | None = None, within: Callable[[Iterable], Iterable] = iter,
 ) -> Measurement:
     """The rows of `worked_example_here` at given sizes, in one byte budget.
 
     kv_memory: that budget; None: what `fit` full contexts take. A closed loop of as many clients as
-    fit (twice the batch for the static one, whose queue is part of it).
+    fit (twice the batch for the static one, whose queue is part of it). within: of the set-ups, those to run.
     """
     common.warm_up(model)
     native, rows = native_format(model.dtype), []
     memory = kv_memory or fit * context * kv_bytes_per_token(model.config, native)
-    for setup, kv_format, settings in setups(static_batch, native):
+    for setup, kv_format, settings in within(setups(static_batch, native)):
         fits = memory // (context * kv_bytes_per_token(model.config, kv_format))
         clients = 2 * static_batch if settings else min(requests, fits)
-        engine = Engine(model, **{"kv_format": kv_format, "kv_memory": memory, "max_context": context,
-                                  "prefix_cache": False, "max_batch": clients, **settings})
-        play(engine, workload(requests, context, answer), clients)
-        found = flat(metrics.summary(engine.records, price_per_hour), *FIGURES, COST)
+        records = serve_setup(model, workload(requests, context, answer), clients, **{
+            "kv_format": kv_format, "kv_memory": memory, "max_context": context, "max_batch": clients, **settings})
+        found = flat(metrics.summary(records, price_per_hour), *FIGURES, COST)
         times = found["tokens_per_s"] / rows[0]["tokens_per_s"] if rows else 1.0
         rows.append({"setup": setup, "clients": clients, "times_static": times, **found})
     speeds = Spread.of([row["tokens_per_s"] for row in rows], warmups=1)
     return common.measured("worked_example_here", model, name, rows, speeds)
+
+
+def serve_setup(model, items: Sequence[WorkItem], clients: int, **settings) -> Records:
+    """`common.serve`; the engine is gone when this returns, since on a GPU two such caches do not fit."""
+    records = common.serve(model, items, clients, **settings)
+    gc.collect()  # an engine and its parts refer to one another
+    return records

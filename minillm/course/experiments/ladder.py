@@ -10,7 +10,7 @@ prompt, after plain decoding has served the same.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, median, pstdev
 
@@ -28,6 +28,7 @@ from minillm.ladder.records import StepRecord
 from minillm.ladder.request import SamplingParams
 from minillm.ladder.speculative import NgramProposer, Speculator
 from minillm.measure import metrics
+from minillm.measure.bench import started
 from minillm.measure.measurement import Measurement, Spread, Watch, provenance
 from minillm.measure.workload import WorkItem, lognormal, play_by_step
 
@@ -157,11 +158,12 @@ def ladder(
     items: Sequence[WorkItem],
     kv_memory: int | None = None,
     progress: Progress = silent,
+    within: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Measurement:
     """Every rung of RUNGS on the requests, TURNS times in turns; a row for each. `ladder_table` shows the rows.
 
     kv_memory: bytes of keys and values for rungs 2 to 5; by default what holds SLOTS slots of
-    the longest request. progress(label, total) gives a bar with `update`.
+    the longest request. progress(label, total) gives a bar with `update`. within: of the turns, those to run.
     """
     copying = [copying_request(tokenizer)]
     if kv_memory is None:
@@ -171,7 +173,7 @@ def ladder(
     _refuse_what_cannot_run(model, tasks)
     _warm_up(model, items)
     watch = Watch()
-    runs = _in_turns(model, tasks, progress, watch)
+    runs = _in_turns(model, tasks, progress, watch, within)
     references = {  # rung 1's tokens, and rung 2's for the requests that rung 1 did not run
         False: runs[1][0].outputs + runs[FIRST_BATCHED][0].outputs[len(tasks[1].items) :],
         True: [list(decode_cached(model, item.prompt_ids, item.output_tokens)) for item in copying],
@@ -191,10 +193,10 @@ def _refuse_what_cannot_run(model, tasks: Sequence[Task]) -> None:
                 engine.add(item.prompt_ids, item.params)
 
 
-def _in_turns(model, tasks: Sequence[Task], progress: Progress, watch: Watch) -> list[list[Run]]:
+def _in_turns(model, tasks: Sequence[Task], progress: Progress, watch: Watch, within: Callable) -> list[list[Run]]:
     """Every task once a turn; the runs of each. watch: told how busy the machine is."""
     runs: list[list[Run]] = [[] for _ in tasks]
-    for turn in range(1, TURNS + 1):
+    for turn in within(range(1, TURNS + 1)):
         for task, mine in zip(tasks, runs, strict=True):
             with progress(f"turn {turn} of {TURNS}, rung {task.rung.number}: {task.rung.name}", len(task.items)) as bar:
                 with watch:
@@ -205,7 +207,7 @@ def _in_turns(model, tasks: Sequence[Task], progress: Progress, watch: Watch) ->
 
 def _engine(model, task: Task) -> Engine:
     speculator = Speculator(NgramProposer(), task.rung.drafts) if task.rung.drafts else None
-    return Engine(model, kv_memory=task.kv_memory, speculator=speculator, **task.rung.settings)
+    return started(Engine(model, kv_memory=task.kv_memory, speculator=speculator, **task.rung.settings))
 
 
 def _run(model, task: Task, bar) -> Run:
@@ -378,4 +380,5 @@ def ladder_experiment(setting: Setting) -> Measurement:
     """`ladder` at the sizes of a setting."""
     requests, max_tokens = setting.size((6, 8), (REQUESTS, MAX_TOKENS), (128, 256))
     items = chat_requests(setting.tokenizer, requests, max_tokens)
-    return ladder(setting.model, setting.tokenizer, setting.model_name, items, progress=setting.progress)
+    return ladder(setting.model, setting.tokenizer, setting.model_name, items, progress=setting.progress,
+                  within=setting.within_budget)

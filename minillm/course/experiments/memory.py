@@ -19,6 +19,7 @@ from minillm.ladder.records import Records
 from minillm.ladder.request import SamplingParams
 from minillm.load.config import PRESETS, ModelConfig
 from minillm.measure import metrics
+from minillm.measure.bench import started
 from minillm.measure.capacity import GB, capacity
 from minillm.measure.measurement import EXACT, Measurement, provenance, time_seconds
 from minillm.measure.service import Service
@@ -102,7 +103,7 @@ def prefix_sharing(setting: Setting, prompts: Sequence[Sequence[int]] | None = N
     longest = max(map(len, prompts)) + tokens
     memory = 2 * -(-longest // BLOCK) * BLOCK * kv_bytes_per_token(model.config, native_format(model.dtype))
     cases = [
-        (case, asked, Engine(model, prefix_cache=cache, max_context=longest, max_batch=1, kv_memory=memory))
+        (case, asked, started(Engine(model, prefix_cache=cache, max_context=longest, max_batch=1, kv_memory=memory)))
         for case, cache, asked in (
             ("no sharing", False, prompts), ("shared prefix", True, prompts), ("first token changed", True, changed)
         )

@@ -26,6 +26,7 @@ from minillm.fast.engine import Engine
 from minillm.fast.memory import native_format
 from minillm.ladder.records import Records
 from minillm.measure import metrics
+from minillm.measure.bench import started
 from minillm.measure.measurement import Measurement, Spread
 from minillm.measure.virtual import virtual_engine
 from minillm.measure.workload import WorkItem, chat, lognormal, play, play_by_step
@@ -138,7 +139,7 @@ def make_runs(
     """The run to fit to, and the loads to predict, each to be played twice."""
 
     def run(items: Sequence[WorkItem], clients: int | None = None) -> TurnRun:
-        engine = Engine(model, clock=TurnClock(read), **limits)
+        engine = started(Engine(model, clock=TurnClock(read), **limits))
         engine.runs_ahead = False  # into another's turn
         return TurnRun(engine, items, clients)
 

@@ -28,6 +28,7 @@ from minillm.ladder.request import SamplingParams
 from minillm.ladder.speculative import NgramProposer, Proposer, Speculator, verify_sampled
 from minillm.load.config import ModelConfig
 from minillm.measure import metrics
+from minillm.measure.bench import started
 from minillm.measure.measurement import Measurement, Spread
 from minillm.measure.virtual import uniform
 
@@ -42,8 +43,8 @@ def decode(
 ) -> tuple[Records, list[list[int]]]:
     """`tokens` tokens for each prompt, greedily, never more than `batch` prompts in one step; records and outputs."""
     context, budget = max(map(len, prompts)) + tokens, max(256, batch * (ADAPTIVE + 1))
-    engine = Engine(model, max_batch=batch, max_context=context, max_step_tokens=budget, prefix_cache=False,
-                    kv_memory=None, speculator=speculator)
+    engine = started(Engine(model, max_batch=batch, max_context=context, max_step_tokens=budget, prefix_cache=False,
+                            kv_memory=None, speculator=speculator))
     done = engine.generate(prompts, SamplingParams(tokens, ignore_eos=True))
     return engine.records, [each.token_ids for each in done]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from minillm.course.show.live import Log
 from minillm.course.show.tables import cell, text_table
-from minillm.measure.measurement import Measurement
+from minillm.measure.measurement import MEASUREMENTS, Measurement
 
 CURE = "Close what else runs and run it again, or leave it a core: --threads 1"  # of a busy machine
 SECONDS = {"queue_s": "queue", "ttft_s": "TTFT", "itl_per_step_s": "ITL per step", "itl_per_token_s": "ITL per token",
@@ -25,9 +25,16 @@ def bar(label: str, total: int):
 def write(arguments, measurement: Measurement, result: dict) -> None:
     """Say if the machine was busy; keep the measurement, and write the result, where --save and --json ask for it."""
     say_if_busy(measurement.disturbed)
-    if arguments.save:
-        print(f"saved {measurement.save()}")
+    if root := place(arguments):
+        print(f"saved {measurement.save(root)}")
     write_json(arguments.json, result)
+
+
+def place(arguments) -> Path | None:
+    """The folder in which a command's measurement is kept: --out, the recorded ones with --save, or none."""
+    if out := getattr(arguments, "out", None):
+        return Path(out)
+    return MEASUREMENTS if arguments.save else None
 
 
 def say_if_busy(disturbance: str) -> None:
