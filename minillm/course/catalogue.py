@@ -74,6 +74,7 @@ EXPERIMENTS = {
         Experiment("decode_by_format", "batching", "a decode step by the format of keys and values", (), 4),
         Experiment("roofline_steps", "limits", "decode steps and prompts, and their shares of the limits", (), 4),
         Experiment("decode_step", "limits", "a step of one row against the bytes that it reads", ("A1",), 8),
+        Experiment("operators", "operators", "where a step's time goes, by part", (), 10, "TABLES"),
         Experiment("prefill", "limits", "prompts by length and number, beside decoding", ("A2", "A3", "A6"), 18),
         Experiment("cost_by_length", "limits", "the next token by the text's length", ("A4",), 12),
         Experiment("utilisation", "limits", "what the usual gauge reads at batch 1 and 64", ("A5",), 8),

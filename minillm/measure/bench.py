@@ -1,14 +1,12 @@
-"""One workload on this engine: in turns with transformers in the same process, or alone as in a server's loop."""
+"""One workload on this engine: in turns with its peers, or alone as in a server's loop."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cached_property
 from statistics import median
-
-import torch
 
 from minillm.fast.engine import Engine
 from minillm.fast.memory import native_format
@@ -16,16 +14,12 @@ from minillm.guard.inputs import check_at_least
 from minillm.load.weights import load_model
 from minillm.measure import metrics
 from minillm.measure.measurement import Measurement, Spread, Watch, provenance
-from minillm.measure.reference import load_reference
+from minillm.measure.peers import Engines, Run, peers
 from minillm.measure.roofline import Ceilings, StepWork, least_work, measure_ceilings, shape_of
 from minillm.measure.workload import WorkItem, make_workload, play
 from minillm.model.llama import Llama
 
-STATIC_BATCH = 8
-
-Run = tuple[int, float]  # output tokens, seconds
 OnStep = Callable[[Engine], None]
-AGAINST = ("transformers", "transformers-continuous")
 
 
 def bench(
@@ -34,10 +28,9 @@ def bench(
 ) -> Measurement:
     """Output tokens per second of a workload, all requests at the start: median of `repeats`, engines in turns.
 
-    against: "transformers" adds its `generate` with static batches of 8, and its continuous batching,
-    both warmed, on the same weights; "transformers-continuous" only the latter, which takes a fraction of the
-    time. progress: (label, total) -> a bar. watch: called with our engine after each of its steps. budget_s: no
-    turn but the first begins after it. keep: called with what there is after each turn, since a run may be stopped.
+    against: one of `PEERS`, or "all" of them that are here (NoPeer says why one is not), all warmed.
+    progress: (label, total) -> a bar. watch: called with our engine after each of its steps. budget_s: no turn but
+    the first begins after it. keep: called with what there is after each turn, since a run may be stopped.
     `settings` are the workload's; with another number of requests than its own the result has a name of its own.
     """
     check_at_least(1, repeats=repeats)
@@ -45,41 +38,41 @@ def bench(
     items, began = make_workload(workload, **settings), time.perf_counter()
     model = load_model(model_name)
     ours = OurEngine(model, watch)
-    engines: dict[str, Callable[[Sequence[WorkItem]], Run]] = {"minillm": ours.run}
-    if against:
-        reference = load_reference(model_name, model)
-        if against == AGAINST[0]:
-            engines["transformers, static batch of 8"] = lambda items: _static(reference, items)
-        engines["transformers, continuous batching"] = lambda items: _continuous(reference, items)
     name = f"bench_{workload}" + (f"_{settings['requests']}" if settings.get("requests") else "")
-    for speeds in _take_turns(engines, items, repeats, progress):
-        turns = len(speeds["minillm"])
-        cut = turns < repeats and budget_s is not None and time.perf_counter() - began > budget_s
-        result = _measurement(name, model_name, ours, items, speeds, settings.get("seed", 0))
-        result = replace(result, cut_at_s=budget_s if cut else None)
-        keep(result if turns == repeats or cut else replace(result, cut_at_s=time.perf_counter() - began))
-        if cut:
-            break
+    with peers(against, model_name, model, items) as others:
+        for speeds in _take_turns({"minillm": ours.run, **others}, items, repeats, progress):
+            turns = len(speeds["minillm"])
+            cut = turns < repeats and budget_s is not None and time.perf_counter() - began > budget_s
+            result = _measurement(name, model_name, ours, items, speeds, settings.get("seed", 0))
+            result = replace(result, cut_at_s=budget_s if cut else None)
+            keep(result if turns == repeats or cut else replace(result, cut_at_s=time.perf_counter() - began))
+            if cut:
+                break
     return result
 
 
 def _measurement(name: str, model_name: str, ours: OurEngine, items, speeds: dict[str, list[float]], seed: int):
     """What the turns so far have shown, a row for each engine."""
-    model, speed = ours.model, median(speeds["minillm"])
-    rows = [
-        {
-            "engine": engine, "output_tokens": sum(item.output_tokens for item in items), "tokens_per_s": median(runs),
-            "min": min(runs), "max": max(runs), "times_minillm": speed / median(runs),
-        }
-        for engine, runs in speeds.items()
-    ]
+    model, tokens = ours.model, sum(item.output_tokens for item in items)
+    rows = [peer_row(engine, tokens, runs, speeds["minillm"]) for engine, runs in speeds.items()]
     rows[0] |= ours.shares()
     spread, load = Spread.of(speeds["minillm"], warmups=1), ours.load.found(model.device.type == "cpu")
     source = provenance(model_name, native_format(model.dtype), model.device, seed=seed, spread=spread, **load)
     return Measurement(name, source, rows)
 
 
-def _take_turns(engines, items, repeats: int, progress) -> Iterator[dict[str, list[float]]]:
+def peer_row(engine: str, tokens: int, runs: Sequence[float], ours: Sequence[float]) -> dict:
+    """An engine's tokens per second in each turn, and how many times that ours reached in the same turn."""
+    times = [own / other for own, other in zip(ours, runs, strict=True)]
+    return {
+        "engine": engine, "output_tokens": tokens,
+        "tokens_per_s": median(runs), "tokens_per_s_min": min(runs), "tokens_per_s_max": max(runs),
+        "times_minillm": median(times), "times_minillm_min": min(times), "times_minillm_max": max(times),
+        "turns": len(runs),
+    }
+
+
+def _take_turns(engines: Engines, items, repeats: int, progress) -> Iterator[dict[str, list[float]]]:
     """Tokens per second of each run so far, after each turn. In turns, so that a machine that slows down slows every
     engine; turn 0 warms up, and is not given."""
     speeds: dict[str, list[float]] = {name: [] for name in engines}
@@ -123,7 +116,9 @@ def started_engine(model: Llama) -> Engine:
 
 def started(engine: Engine) -> Engine:
     """The engine, once its CUDA graphs are recorded: what is timed begins after that, here and in other engines."""
-    if graphs := getattr(engine.executor, "graphs", None):
+    if warm_up := getattr(engine.executor, "warm_up", None):  # which compiles the kernels of prompts, too
+        warm_up()
+    elif graphs := getattr(engine.executor, "graphs", None):
         graphs.record_all()
     return engine
 
@@ -154,67 +149,3 @@ class OurEngine:
         works = [least_work(model.config, kv_format, shape_of(step), model.weight_bytes) for step in self.steps]
         work = StepWork(sum(work.bytes for work in works), sum(work.flops for work in works))
         return {"mbu": limits.mbu(work, self.seconds), "mfu": limits.mfu(work, self.seconds)}
-
-
-@torch.inference_mode()
-def _static(reference, items: Sequence[WorkItem]) -> Run:
-    """`generate` on left-padded batches in order of arrival; tokens past an answer's end are not counted."""
-    pad, start = 0, time.perf_counter()
-    for at in range(0, len(items), STATIC_BATCH):
-        batch = items[at : at + STATIC_BATCH]
-        width, longest = max(len(item.prompt_ids) for item in batch), max(item.output_tokens for item in batch)
-        ids = [[pad] * (width - len(item.prompt_ids)) + item.prompt_ids for item in batch]
-        mask = [[0] * (width - len(item.prompt_ids)) + [1] * len(item.prompt_ids) for item in batch]
-        reference.generate(
-            input_ids=torch.tensor(ids, device=reference.device),
-            attention_mask=torch.tensor(mask, device=reference.device),
-            max_new_tokens=longest, min_new_tokens=longest, do_sample=False, eos_token_id=None, pad_token_id=pad,
-        )
-    getattr(torch, reference.device.type).synchronize()  # the last batch may still be running
-    return sum(item.output_tokens for item in items), time.perf_counter() - start
-
-
-def _continuous(reference, items: Sequence[WorkItem]) -> Run:
-    """transformers' continuous batching, with a cache that holds all requests together, and no more.
-
-    Its manager's thread never sleeps, so it is stopped after each turn. Its start and warm-up are not timed.
-    """
-    from transformers import GenerationConfig
-    from transformers.generation import ContinuousBatchingConfig
-
-    page, most = 32, max(item.output_tokens for item in items)
-    step_tokens = 512 if reference.device.type == "cpu" else 4096
-    blocks = sum(-(-(len(item.prompt_ids) + item.output_tokens) // page) for item in items) + len(items)
-    manager = reference.init_continuous_batching(
-        generation_config=GenerationConfig(do_sample=False, max_new_tokens=most, eos_token_id=-1, pad_token_id=0),
-        continuous_batching_config=ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=step_tokens,
-                                                            **{page_name(ContinuousBatchingConfig): page}),
-    )
-    manager.start()
-    try:
-        _ask(manager, items[:2])
-        start = time.perf_counter()
-        tokens = _ask(manager, items)
-        return tokens, time.perf_counter() - start
-    finally:
-        manager.stop(block=True)
-
-
-def page_name(config_class: type) -> str:
-    """What a release of transformers calls the tokens of a block: `page_size`, or `block_size` in 5.17 and before."""
-    known = {each.name for each in fields(config_class)}
-    return next(name for name in ("page_size", "block_size") if name in known)
-
-
-def _ask(manager, items: Sequence[WorkItem]) -> int:
-    """Send the requests, wait for all of them; how many tokens came."""
-    for item in items:
-        manager.add_request(input_ids=item.prompt_ids, max_new_tokens=item.output_tokens)
-    done = tokens = 0
-    while done < len(items):
-        result = manager.get_result(timeout=5)
-        if result is None and not manager.is_running():
-            raise RuntimeError("transformers' continuous batching stopped by itself")
-        if result is not None and result.is_finished():
-            done, tokens = done + 1, tokens + len(result.generated_tokens)
-    return tokens

@@ -1,7 +1,7 @@
 """`minillm serve`, seen by other people's clients, and our client beside another server.
 
     python tests/serve/other_clients.py                 all of it; `make clients` calls this
-    python tests/serve/other_clients.py --only mock     guidellm | bench | openai | mock | cost
+    python tests/serve/other_clients.py --only mock     guidellm | bench | knee | openai | mock | cost
 
 One server runs SmolLM2. GuideLLM and `bench --url` load it in turn, and what each saw is compared with
 the engine's own records of the same requests. Then OpenAI's client asks it, `bench --url` reads the
@@ -26,6 +26,7 @@ from pathlib import Path
 from statistics import median, median_low
 
 from minillm import Engine, SamplingParams, load_model, load_tokenizer
+from minillm.course.experiments.batching import knee_of, power
 from minillm.course.show.tables import text_table
 from minillm.ladder.records import RequestRecord
 from minillm.load.source import DEFAULT, fetch
@@ -54,18 +55,27 @@ def client_python() -> str:
     return str(python)
 
 
-def guidellm(url: str, streams: int, requests: int, folder: str) -> dict:
-    """GuideLLM's report of a closed loop: tokens, and medians in ms."""
+def guidellm_report(url: str, profile: str, requests: int, folder: str) -> dict:
+    """What GuideLLM writes of its runs, each of so many requests; profile: in its own words."""
     file = Path(folder, "guidellm.json")
     subprocess.run(
         [CLIENTS / "bin" / "guidellm", "run", "--backend", f"kind=openai_http,target={url},model={DEFAULT}",
-         "--profile", f"kind=concurrent,streams={streams}", "--constraint", f"kind=max_requests,count={requests}",
+         "--profile", profile, "--constraint", f"kind=max_requests,count={requests}",
          "--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=24",
          "--tokenizer", f"kind=huggingface_auto,model={fetch()}", "--output", f"kind=json,path={file}",
          "--disable-console-interactive"],
         check=True, stdout=subprocess.DEVNULL, env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
-    run, = json.loads(file.read_text())["benchmarks"]
+    return json.loads(file.read_text())
+
+
+def guidellm(url: str, streams: int, requests: int, folder: str) -> dict:
+    """GuideLLM's report of a closed loop: tokens, and medians in ms."""
+    run, = guidellm_report(url, f"kind=concurrent,streams={streams}", requests, folder)["benchmarks"]
+    return figures(run)
+
+
+def figures(run: dict) -> dict:
     found = {name: run["metrics"][name]["successful"] for name in
              ("output_token_count", "time_to_first_token_ms", "inter_token_latency_ms", "request_latency")}
     return {"client": "GuideLLM", "requests": run["metrics"]["request_totals"]["successful"],
@@ -154,6 +164,37 @@ def read_mock() -> bool:
     return near and failing["faults"] == {"server error 500": 11} and not plain["failed"] + bounded["failed"]
 
 
+# -- the knee -------------------------------------------------------------------------------------
+
+KNEE_STREAMS = 1, 2, 4, 8, 16, 32
+KNEE_REQUESTS = 96  # at each number of streams, so that 32 of them ask three times
+
+
+def knees(engine: Engine, url: str, folder: str) -> None:
+    """GuideLLM's knee beside ours, of the same requests: two definitions, which may name two places.
+
+    Theirs is where two lines that are fitted to tokens/s cross; ours has the most tokens/s per ms of ITL.
+    """
+    before = len(engine.records.requests)
+    streams = ",".join(map(str, KNEE_STREAMS))
+    report = guidellm_report(url, f"kind=knee,initial_streams=[{streams}]", KNEE_REQUESTS, folder)
+    while engine.unfinished:
+        time.sleep(0.01)
+    lives, rows = engine.records.requests[before:], []
+    for number, run in zip(KNEE_STREAMS, report["benchmarks"], strict=True):
+        theirs = figures(run)
+        ours, lives = seen("engine.records", lives[: theirs["requests"]]), lives[theirs["requests"] :]
+        rows.append({"streams": number, "GuideLLM": theirs["tokens_per_s"], **ours, "itl_p50_ms": ours["itl_ms"]})
+    at = knee_of(rows)
+    for row in rows:
+        row["power"], row["knee"] = power(row), "<- our knee" if row is at else ""
+    columns = ("streams", "requests", "GuideLLM", "tokens_per_s", "ttft_ms", "itl_ms", "power", "knee")
+    print(text_table(rows, {name: name.replace("_", " ") for name in columns}))
+    found = report["conclusions"][0]["final"]["throughput"]
+    where = "no knee" if found["knee"] is None else f"its knee at {found['knee']:.1f} streams"
+    print(f"GuideLLM: {where} ({found['reason']})")
+
+
 # -- what streaming costs -------------------------------------------------------------------------
 
 
@@ -192,7 +233,7 @@ def streaming_cost(engine: Engine, tokenizer, turns: int = 5) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", choices=["guidellm", "bench", "openai", "mock", "cost"])
+    parser.add_argument("--only", choices=["guidellm", "bench", "knee", "openai", "mock", "cost"])
     parser.add_argument("--as-client", metavar="URL", help=argparse.SUPPRESS)
     parser.add_argument("--streams", default="1,4,16", metavar="N,N,...")
     parser.add_argument("--requests", type=int, default=4, help="of each stream (default: 4)")
@@ -212,6 +253,8 @@ def main() -> int:
                 rows += compared(engine, lambda n: guidellm(url, n, n * arguments.requests, folder), number)
             if only in (None, "bench"):
                 rows += compared(engine, lambda n: by_bench(url, n), number)
+        if only in (None, "knee"):
+            knees(engine, url, folder)
     if rows:
         columns = ("streams", "client", "requests", "tokens", "ttft_ms", "itl_ms", "tokens_per_s", "agrees")
         print(text_table(rows, {name: name.replace("_", " ") for name in columns}))
