@@ -30,7 +30,8 @@ from minillm.model.llama import Llama
 
 STATIC_BATCH = 8
 VLLM_PYTHON = "MINILLM_VLLM"  # the environment variable that names the interpreter which has vLLM
-PEERS = ("transformers", "llama.cpp", "vllm")  # of "all"
+CONTINUOUS = "transformers-continuous"  # a part of the first
+PEERS = ("transformers", CONTINUOUS, "llama.cpp", "vllm")
 
 Run = tuple[int, float]  # output tokens, seconds
 Engines = dict[str, Callable[[Sequence[WorkItem]], Run]]
@@ -46,11 +47,12 @@ def peers(against: str | None, model_name: str, model: Llama, items: Sequence[Wo
 
     Raises NoPeer for a peer that was asked for by name. items: the work, for which room is made.
     """
-    makers = {"transformers": transformers_engines, "transformers-continuous": continuous_engine,
+    makers = {"transformers": transformers_engines, CONTINUOUS: continuous_engine,
               "llama.cpp": llama_cpp_engine, "vllm": vllm_engine}
     with ExitStack() as opened:
         engines: Engines = {}
-        for name in PEERS if against == "all" else [against] * (against is not None):
+        every = [peer for peer in PEERS if peer != CONTINUOUS]
+        for name in every if against == "all" else [against] * (against is not None):
             try:
                 engines |= opened.enter_context(makers[name](model_name, model, items))
             except NoPeer as why:
