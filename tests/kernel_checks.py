@@ -6,6 +6,7 @@ triton is imported. By hand, without a GPU: TRITON_INTERPRET=1 python -m pytest 
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
@@ -31,8 +32,9 @@ from minillm.model.llama import DecoderLayer, Llama, gate, rms_norm, rotate, rot
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
-HEAD_DIMS = (64, 128) if GPU else (16, 12)  # 12: no power of two
-BLOCK = 16 if GPU else 4
+LARGE_SIZES = GPU or bool(os.environ.get("MINILLM_GPU_SIZES"))  # so that their sums can be tried without one
+HEAD_DIMS = (64, 128) if LARGE_SIZES else (16, 12)  # 12: no power of two
+BLOCK = 16 if LARGE_SIZES else 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # of the largest output
 
@@ -40,7 +42,7 @@ CODE_STEP = {"bf16": 0.0, "int8": 0.01, "fp8": 0.06, "int4": 0.2}  # what one co
 
 # (tokens stored before, new tokens) of each row
 RAGGED = [(0, 1), (BLOCK - 1, 1), (BLOCK, 1), (2 * BLOCK - 1, 2), (5, SHORT_ROW + 1)]
-EDGES = RAGGED if GPU else [(0, 1), (BLOCK - 1, 1), (2 * BLOCK - 1, 2)]
+EDGES = RAGGED if LARGE_SIZES else [(0, 1), (BLOCK - 1, 1), (2 * BLOCK - 1, 2)]
 LONG = [(2000, 1), (3333, 4), (700, 300), (1, 1)] if GPU else [(61, 1), (40, 2), (1, 1)]
 
 
