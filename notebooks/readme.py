@@ -16,7 +16,7 @@ from minillm.course.experiments.ladder import ladder_notes, ladder_table
 from minillm.course.ledger import as_markdown, find_all
 from minillm.course.show.plots import bars
 from minillm.course.show.recorded import heading, on_gpu
-from minillm.course.show.tables import text_table
+from minillm.course.show.tables import text_table, with_range
 from minillm.course.targets import COLUMNS as TARGET_COLUMNS
 from minillm.course.targets import targets
 from minillm.course.timetable import ROOMS, how_long, timetable
@@ -37,6 +37,14 @@ def tables(experiment: str, table: Callable[[Sequence[dict]], str], notes: Calla
     found = runs(experiment)
     parts = [*(f"{heading(run)}\n{table(run.rows)}" for run in found), notes(found[0].rows)]
     return "```\n" + "\n\n".join(filter(None, parts)) + "\n```"
+
+
+def servers_table(rows: Sequence[dict]) -> str:
+    """Servers at each number of streams, as GuideLLM saw them."""
+    ranged = ("tokens_per_s", "ttft_ms", "itl_ms")
+    shown = [{**row, **{name: with_range(row, name) for name in ranged}} for row in rows]
+    return text_table(shown, {"streams": "streams", "server": "server", "tokens_per_s": "tokens/s",
+                              "ttft_ms": "TTFT p50, ms", "itl_ms": "ITL p50, ms", "minillm_times": "minillm is x"})
 
 
 def gpus() -> str:
@@ -65,6 +73,7 @@ BLOCKS = {
     "ladder": lambda: tables("ladder", ladder_table, ladder_notes),
     "ladder_pictures": ladder_pictures,
     "bench_peers": lambda: tables("bench_peers", bench_table),
+    "servers": lambda: tables("servers", servers_table),
     "gpu": gpus,
     "claims": lambda: as_markdown(find_all(MEASUREMENTS)),
     "course_time": lambda: how_long(ROOT, "notebooks/room/INSTRUCTOR.md"),
@@ -73,7 +82,7 @@ BLOCKS = {
     **{name.replace(" ", "_"): partial(timetable, ROOT, days) for name, days in ROOMS.items()},
 }
 PAGES = {
-    ROOT / "README.md": ("ladder", "ladder_pictures", "bench_peers", "gpu", "course_time"),
+    ROOT / "README.md": ("ladder", "ladder_pictures", "bench_peers", "servers", "gpu", "course_time"),
     ROOT / "notebooks" / "CLAIMS.md": ("claims",),
     ROOT / "notebooks" / "README.md": ("pages_time", "targets"),
     ROOT / "notebooks" / "room" / "INSTRUCTOR.md": tuple(name.replace(" ", "_") for name in ROOMS),

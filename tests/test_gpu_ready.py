@@ -32,8 +32,9 @@ from minillm.ladder.decode import NoCache, SequenceCache, attend
 from minillm.ladder.request import SamplingParams
 from minillm.load.config import PRESETS
 from minillm.measure import bench as bench_module
-from minillm.measure import measurement, peers
+from minillm.measure import measurement
 from minillm.measure.measurement import Measurement, provenance
+from minillm.measure.peers import page_name
 from minillm.measure.roofline import Ceilings
 
 VOCABULARY = 49_152
@@ -59,8 +60,8 @@ class Now(Before):
 def test_the_size_of_a_block_has_the_name_that_this_transformers_knows():
     from transformers.generation import ContinuousBatchingConfig
 
-    assert peers.page_name(Before) == "block_size" and peers.page_name(Now) == "page_size"
-    ContinuousBatchingConfig(**{peers.page_name(ContinuousBatchingConfig): 32})
+    assert page_name(Before) == "block_size" and page_name(Now) == "page_size"
+    ContinuousBatchingConfig(**{page_name(ContinuousBatchingConfig): 32})
 
 
 def test_without_git_the_commit_is_the_one_that_was_named(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +13,7 @@ from minillm.course.experiments import llama_cpp
 from minillm.course.setting import NotHere, Setting
 from minillm.load import source
 from minillm.load.source import DEFAULT, ModelNotFound
+from minillm.measure import peers
 
 
 @pytest.fixture
@@ -46,13 +46,13 @@ def test_the_rate_counts_what_comes_after_the_first_token_of_each_stream():
 
 
 def test_without_llama_cpp_it_is_left_out_with_a_sentence_and_the_others_run(setting, monkeypatch, capsys, tmp_path):
-    monkeypatch.setitem(sys.modules, "xllamacpp", None)  # as if it were not installed
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)  # as if it were not installed
     with pytest.raises(NotHere, match="pip install xllamacpp"):
         llama_cpp.beside_llama_cpp(setting)
     monkeypatch.chdir(tmp_path)
     assert main(["measure", "beside_llama_cpp", "idle_slots", "--quick", "--out", "here"]) == 0
     said = capsys.readouterr().out
-    assert "beside_llama_cpp is left out: llama.cpp is not installed" in said
+    assert "beside_llama_cpp is left out: llama.cpp can't run beside: it is not installed" in said
     assert {path.stem for path in (tmp_path / "here").glob("*/*.json")} == {"idle_slots"}
 
 

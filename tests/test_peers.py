@@ -12,7 +12,7 @@ from minillm.cli import bench as command
 from minillm.load.source import DEFAULT
 from minillm.measure import peers as module
 from minillm.measure.bench import peer_row
-from minillm.measure.peers import PEERS, VLLM_PYTHON, NoPeer, peers
+from minillm.measure.peers import CONTINUOUS, PEERS, VLLM_PYTHON, NoPeer, peers
 from minillm.measure.workload import WorkItem
 
 ITEMS = [WorkItem(0.0, [5 + i] * 4, 3 + i) for i in range(3)]
@@ -49,7 +49,7 @@ def test_llama_cpp_answers_every_item_in_full(tmp_path, monkeypatch):
 def test_a_process_is_asked_in_its_turn_and_ended_at_the_end(tmp_path, monkeypatch):
     fake_vllm(tmp_path, monkeypatch)
     with peers("vllm", DEFAULT, tiny_model(), ITEMS) as engines:
-        process = engines["vLLM"].args[0]
+        process = engines["vLLM"].__self__.process
         assert [engines["vLLM"](ITEMS) for _ in range(2)] == [(12, 2.0)] * 2
         assert process.poll() is None
     assert process.poll() is not None
@@ -66,7 +66,7 @@ def test_a_process_that_ends_is_an_error_and_one_that_does_not_start_says_why(tm
 
 
 def test_all_takes_those_that_are_here_and_says_what_the_others_lack(monkeypatch, capsys, tmp_path):
-    monkeypatch.setitem(sys.modules, "xllamacpp", None)  # as if it were not installed
+    monkeypatch.setattr(module, "find_spec", lambda name: None)  # as if it were not installed
     monkeypatch.setenv(VLLM_PYTHON, str(tmp_path / "nowhere"))
     monkeypatch.setattr(module, "load_reference", lambda name, model: None)
     with peers("all", DEFAULT, tiny_model(), ITEMS) as engines:
@@ -88,4 +88,4 @@ def test_a_ratio_is_of_the_same_turn_and_the_command_knows_every_peer():
     row = peer_row("other", 100, [10.0, 20.0, 40.0], [30.0, 40.0, 40.0])
     assert (row["times_minillm"], row["times_minillm_min"], row["times_minillm_max"]) == (2.0, 1.0, 3.0)
     assert row["tokens_per_s"] == 20.0
-    assert command.PEERS == PEERS
+    assert (command.PEERS, command.CONTINUOUS) == (PEERS, CONTINUOUS)

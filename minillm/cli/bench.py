@@ -14,7 +14,8 @@ from minillm.course.show.output import bar, place, print_summary, say_if_busy, w
 from minillm.course.show.tables import filled, text_table, with_range
 from minillm.load import DEFAULT
 
-PEERS = ("transformers", "transformers-continuous", "llama.cpp", "vllm")  # of measure/peers.py, which needs PyTorch
+PEERS = ("transformers", "llama.cpp", "vllm")  # as in `measure/peers.py`, which needs PyTorch
+CONTINUOUS = "transformers-continuous"
 NO_SUCH_PATH = "does the URL end in /v1, and is --model the name under which it serves?"
 CURES = {  # of what goes wrong with every request on the first try, by how its name begins
     "refused": "does a server listen at this address and port?",
@@ -54,9 +55,9 @@ def add_bench(commands) -> None:
                              "unknown name lists them; default: peers)")
     add_model(parser)
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--against", choices=[*PEERS, "all"],
-                       help="run it too, in turns; all: those that are here (`make peers` fetches vLLM); "
-                            "transformers-continuous: without its static batches, which take longest")
+    where.add_argument("--against", choices=[*PEERS, CONTINUOUS, "all"],
+                       help=f"run it too, in turns; {CONTINUOUS}: without static batches; all: those that are here "
+                            "(`make peers` fetches vLLM)")
     where.add_argument("--url", help="run it there instead: an OpenAI-compatible server, up to and with /v1")
     add_workload(parser)
     parser.add_argument("--repeats", type=int, default=3, help="of each engine; the median is shown (default: 3)")

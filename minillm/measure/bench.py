@@ -28,10 +28,10 @@ def bench(
 ) -> Measurement:
     """Output tokens per second of a workload, all requests at the start: median of `repeats`, engines in turns.
 
-    against: one of `PEERS`, or "all" of them that are here (NoPeer says why one is not), all warmed.
-    progress: (label, total) -> a bar. watch: called with our engine after each of its steps. budget_s: no turn but
-    the first begins after it. keep: called with what there is after each turn, since a run may be stopped.
-    `settings` are the workload's; with another number of requests than its own the result has a name of its own.
+    against: one of `PEERS`, its CONTINUOUS, or "all" of `PEERS` that are here (NoPeer says why one is not), all warmed.
+    progress: (label, total) -> a bar. watch: called with our engine after each of its steps. budget_s: no turn but the
+    first begins after it. keep: called with what there is after each turn, since a run may be stopped. `settings` are
+    the workload's; with another number of requests than its own the result has a name of its own.
     """
     check_at_least(1, repeats=repeats)
     check_at_least(0, budget_s=budget_s)

@@ -137,8 +137,10 @@ class Watch:
             yield
             return
         self.__exit__()
-        yield
-        self.__enter__()
+        try:
+            yield
+        finally:
+            self.__enter__()
 
     def compare(self, readings: Sequence[float]) -> None:
         """Take note of repeats of the same work, in seconds."""

@@ -1,8 +1,8 @@
 """Other engines on the same work: a peer takes items and gives its output tokens and seconds, as our engine does.
 
     transformers   `generate` in static batches of 8, and its continuous batching: in this process, on our weights
-    llama.cpp      the wheel xllamacpp, in this process; the default model as it was published, in 4 bits
-    vLLM           its CPU build, in an environment of its own (`make peers`), asleep while it is not its turn
+    llama.cpp      the wheel xllamacpp, in a process of its own; the default model as it was published, in 4 bits
+    vLLM           its CPU build, in a process and an environment of its own (`make peers`)
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -30,8 +31,8 @@ from minillm.model.llama import Llama
 
 STATIC_BATCH = 8
 VLLM_PYTHON = "MINILLM_VLLM"  # the environment variable that names the interpreter which has vLLM
-CONTINUOUS = "transformers-continuous"  # a part of the first
-PEERS = ("transformers", CONTINUOUS, "llama.cpp", "vllm")
+PEERS = ("transformers", "llama.cpp", "vllm")
+CONTINUOUS = "transformers-continuous"  # without its static batches: a fraction of the time
 
 Run = tuple[int, float]  # output tokens, seconds
 Engines = dict[str, Callable[[Sequence[WorkItem]], Run]]
@@ -47,12 +48,11 @@ def peers(against: str | None, model_name: str, model: Llama, items: Sequence[Wo
 
     Raises NoPeer for a peer that was asked for by name. items: the work, for which room is made.
     """
-    makers = {"transformers": transformers_engines, CONTINUOUS: continuous_engine,
-              "llama.cpp": llama_cpp_engine, "vllm": vllm_engine}
+    makers = {"transformers": transformers_engines, CONTINUOUS: continuous_engine, "llama.cpp": llama_cpp_engine,
+              "vllm": vllm_engine}
     with ExitStack() as opened:
         engines: Engines = {}
-        every = [peer for peer in PEERS if peer != CONTINUOUS]
-        for name in every if against == "all" else [against] * (against is not None):
+        for name in PEERS if against == "all" else [against] * (against is not None):
             try:
                 engines |= opened.enter_context(makers[name](model_name, model, items))
             except NoPeer as why:
@@ -75,7 +75,7 @@ def transformers_engines(model_name: str, model: Llama, items: Sequence[WorkItem
 
 @contextmanager
 def continuous_engine(model_name: str, model: Llama, items: Sequence[WorkItem]) -> Iterator[Engines]:
-    """Its continuous batching alone: static batches of long answers take many times as long."""
+    """Its continuous batching alone."""
     yield {"transformers, continuous batching": partial(continuous_batching, load_reference(model_name, model))}
 
 
@@ -143,94 +143,138 @@ def ask_manager(manager, items: Sequence[WorkItem]) -> int:
     return tokens
 
 
-# -- llama.cpp ------------------------------------------------------------------------------------
+# -- in processes of their own --------------------------------------------------------------------
+
+
+class Worker:
+    """Another engine's process, stopped but in its turns: its threads would spin beside the others'.
+
+    It is not in this process, where llama.cpp's library took 15 % of this engine's speed. It reads a line of work, a
+    list of [prompt ids, output tokens], and writes [output tokens, seconds]. hello: what it wrote when it was ready.
+    """
+
+    def __init__(self, name: str, process: subprocess.Popen, hello: object) -> None:
+        self.name, self.process, self.hello = name, process, hello
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        os.killpg(self.process.pid, signal.SIGCONT)
+        try:
+            yield
+        finally:
+            os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def run(self, items: Sequence[WorkItem]) -> Run:
+        """RuntimeError if the process ends."""
+        work = [(item.prompt_ids, item.output_tokens) for item in items]
+        try:
+            with self.awake():
+                print(json.dumps(work), file=self.process.stdin, flush=True)
+                tokens, seconds = json.loads(self.process.stdout.readline())
+        except (BrokenPipeError, json.JSONDecodeError):
+            raise RuntimeError(f"{self.name} ended before its answer") from None
+        return tokens, seconds
 
 
 @contextmanager
-def llama_cpp_engine(model_name: str, model: Llama, items: Sequence[WorkItem]) -> Iterator[Engines]:
-    """Its server's own loop without HTTP, with as many threads as PyTorch; all requests at once."""
-    if model_name != DEFAULT or model.device.type != "cpu":
-        raise NoPeer(f"its wheel computes on the processor, and reads a GGUF file: only that of {DEFAULT} is fetched")
-    try:
-        import xllamacpp
-    except ImportError:
-        raise NoPeer("it is not installed: `pip install xllamacpp` (Linux on x86-64)") from None
-    settings = xllamacpp.CommonParams()
-    settings.model.path, settings.warmup, settings.verbosity = str(fetch_gguf()), True, 1  # 1: errors only
-    settings.n_parallel = len(items)
-    settings.n_ctx = len(items) * max(len(item.prompt_ids) + item.output_tokens + 1 for item in items)
-    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
-    server = xllamacpp.Server(settings)
-    yield {"llama.cpp, 4-bit weights": partial(ask_llama_cpp, server)}
-    del server
+def worker(name: str, command: Sequence, variables: Mapping[str, str]) -> Iterator[Worker]:
+    """A worker that is ready; ended at the end. NoPeer with its last words if it does not start."""
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen([*map(str, command)], env={**os.environ, **variables}, stdin=subprocess.PIPE,
+                                   stdout=subprocess.PIPE, stderr=said, text=True, start_new_session=True)
+        try:
+            hello = process.stdout.readline()
+            if not hello:
+                said.seek(0)
+                raise NoPeer(f"it did not start: {' | '.join(said.read().splitlines()[-3:])}")
+            os.killpg(process.pid, signal.SIGSTOP)
+            yield Worker(name, process, json.loads(hello))
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
-def ask_llama_cpp(server, items: Sequence[WorkItem]) -> Run:
-    def answer(item: WorkItem) -> int:
-        body = {"prompt": item.prompt_ids, "max_tokens": item.output_tokens, "temperature": 0, "ignore_eos": True,
-                "cache_prompt": False}
-        return server.handle_completions(body)["usage"]["completion_tokens"]
-
-    start = time.perf_counter()
-    with ThreadPoolExecutor(len(items)) as pool:
-        return sum(pool.map(answer, items)), time.perf_counter() - start
-
-
-# -- vLLM -----------------------------------------------------------------------------------------
-
-VLLM_WORKER = """
+SPEAK = """
 import json, os, sys, time
 answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # what vLLM prints goes where its errors go
+os.dup2(2, 1)  # what the engine prints goes where its errors go
+
+def say(what):
+    print(json.dumps(what), file=answers, flush=True)
+"""
+LLAMA_CPP = SPEAK + """
+from concurrent.futures import ThreadPoolExecutor
+import xllamacpp
+settings, (file, requests, tokens, threads) = xllamacpp.CommonParams(), sys.argv[1:]
+settings.model.path, settings.port, settings.warmup, settings.verbosity = file, 0, True, 1  # 1: errors only
+settings.n_parallel, settings.n_ctx = int(requests), int(requests) * int(tokens)
+settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = int(threads)
+server = xllamacpp.Server(settings)
+
+def answer(work):
+    body = {"prompt": work[0], "max_tokens": work[1], "temperature": 0, "ignore_eos": True, "cache_prompt": False}
+    return server.handle_completions(body)["usage"]["completion_tokens"]
+
+say(server.listening_address)
+for line in sys.stdin:
+    work = json.loads(line)
+    with ThreadPoolExecutor(len(work)) as pool:
+        start = time.perf_counter()
+        say([sum(pool.map(answer, work)), time.perf_counter() - start])
+"""
+VLLM = SPEAK + """
 from vllm import LLM, SamplingParams
 model, dtype, rows, context = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 engine = LLM(model=model, dtype=dtype, max_model_len=context, max_num_seqs=rows, enable_prefix_caching=False)
-print(json.dumps("ready"), file=answers, flush=True)
+say("ready")
 for line in sys.stdin:
     work = json.loads(line)
     prompts = [{"prompt_token_ids": prompt} for prompt, _ in work]
     params = [SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True) for _, tokens in work]
     start = time.perf_counter()
     given = engine.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - start
-    print(json.dumps([sum(len(each.outputs[0].token_ids) for each in given), seconds]), file=answers, flush=True)
+    say([sum(len(each.outputs[0].token_ids) for each in given), time.perf_counter() - start])
 """
 VLLM_SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "HF_HUB_OFFLINE": "1",
                  "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
+def longest(items: Sequence[WorkItem]) -> int:
+    """Tokens of the longest prompt and answer, and one to spare."""
+    return max(len(item.prompt_ids) + item.output_tokens for item in items) + 1
+
+
+@contextmanager
+def llama_cpp(file: Path, requests: int, tokens: int) -> Iterator[Worker]:
+    """Its server on this GGUF file, with room for so many requests of so many tokens, and as many threads as PyTorch.
+
+    It says its URL, and answers there as well. NoPeer without the wheel.
+    """
+    if find_spec("xllamacpp") is None:
+        raise NoPeer("it is not installed: `pip install xllamacpp` (Linux on x86-64)")
+    threads = torch.get_num_threads()
+    with worker("llama.cpp", [sys.executable, "-c", LLAMA_CPP, file, requests, tokens, threads], {}) as found:
+        yield found
+
+
+@contextmanager
+def llama_cpp_engine(model_name: str, model: Llama, items: Sequence[WorkItem]) -> Iterator[Engines]:
+    """Its server's own loop without HTTP, all requests at once."""
+    if model_name != DEFAULT or model.device.type != "cpu":
+        raise NoPeer(f"its wheel computes on the processor, and reads a GGUF file: only that of {DEFAULT} is fetched")
+    with llama_cpp(fetch_gguf(), len(items), longest(items)) as found:
+        yield {"llama.cpp, 4-bit weights": found.run}
+
+
 @contextmanager
 def vllm_engine(model_name: str, model: Llama, items: Sequence[WorkItem]) -> Iterator[Engines]:
-    """vLLM in a process of its own, which is stopped between its turns: its threads would spin beside the others'."""
+    """Its offline engine, without prefix sharing, with room for all requests at once."""
     python = os.environ.get(VLLM_PYTHON, ".venv-vllm/bin/python")
     if not Path(python).exists():
         raise NoPeer(f"no interpreter at {python}: `make peers` makes one, or {VLLM_PYTHON} names another")
     if model_name.startswith(RANDOM):
         raise NoPeer(f"it reads a model from files, and {model_name} has none")
-    context = max(len(item.prompt_ids) + item.output_tokens for item in items) + 1
-    arguments = [locate(model_name), str(model.dtype).partition(".")[2], len(items), context]
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(
-            [python, "-c", VLLM_WORKER, *map(str, arguments)], env={**os.environ, **VLLM_SETTINGS},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, start_new_session=True,
-        )
-        try:
-            if not process.stdout.readline():
-                said.seek(0)
-                raise NoPeer(f"it did not start: {' | '.join(said.read().splitlines()[-3:])}")
-            os.killpg(process.pid, signal.SIGSTOP)
-            yield {"vLLM": partial(ask_vllm, process)}
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def ask_vllm(process: subprocess.Popen, items: Sequence[WorkItem]) -> Run:
-    os.killpg(process.pid, signal.SIGCONT)
-    try:
-        print(json.dumps([(item.prompt_ids, item.output_tokens) for item in items]), file=process.stdin, flush=True)
-        tokens, seconds = json.loads(process.stdout.readline())
-    except (BrokenPipeError, json.JSONDecodeError):
-        raise RuntimeError("vLLM ended before its answer") from None
-    os.killpg(process.pid, signal.SIGSTOP)
-    return tokens, seconds
+    dtype = str(model.dtype).partition(".")[2]
+    command = [python, "-c", VLLM, locate(model_name), dtype, len(items), longest(items)]
+    with worker("vLLM", command, VLLM_SETTINGS) as found:
+        yield {"vLLM": found.run}

@@ -85,7 +85,7 @@ def spread(turns: list[dict], name: str) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vLLM")
+    parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vLLM, such as `make peers` makes")
     parser.add_argument("--streams", default="1,4,16", metavar="N,N,...")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--save", action="store_true")

@@ -1,20 +1,18 @@
 """Weights of 4 bits here, beside llama.cpp's on the same processor: the default model comes from its format Q4_1.
 
-llama.cpp's server runs in this process and answers over HTTP, which is in its times; our engine has no network
-between. Its weights are the file's: Q4_1 in groups of 32 (5 bits), and a head of 8 bits. Ours in int4 are in groups of
-64 (4.5 bits), with a head of 8 bits too. Its keys and values are fp16, ours fp32, and prompts are short, so that they
-hardly count.
+llama.cpp's server runs in a process of its own, stopped but in its turns, and answers over HTTP, which is in its times;
+our engine has no network between. Its weights are the file's: Q4_1 in groups of 32 (5 bits), and a head of 8 bits.
+Ours in int4 are in groups of 64 (4.5 bits), with a head of 8 bits too. Its keys and values are fp16, ours fp32, and
+prompts are short, so that they hardly count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
-
-import torch
 
 from minillm.course.experiments.common import measured, random_prompts, serve, spread_columns, warm_up
 from minillm.course.experiments.formats import TURNS, served_weights
@@ -22,8 +20,10 @@ from minillm.course.experiments.repeats import in_turns
 from minillm.course.setting import NotHere, Setting, timed
 from minillm.ladder.records import RequestRecord
 from minillm.load.source import DEFAULT, ModelNotFound, fetch_gguf
+from minillm.measure import peers
 from minillm.measure.client import Server, play_to_end
 from minillm.measure.measurement import Measurement, Spread
+from minillm.measure.peers import Worker
 from minillm.measure.workload import WorkItem
 
 LLAMA_CPP = "llama.cpp"
@@ -39,18 +39,17 @@ def beside_llama_cpp(setting: Setting) -> Measurement:
     times_llama_cpp: over llama.cpp's of the same turn. NotHere where llama.cpp, or its file of this model, is not.
     """
     plain, answer, rows = setting.model, setting.size(16, 128), []
-    with llama_cpp_server(setting, max(STREAMS), PROMPT + answer) as (url, file_bytes):
+    with llama_cpp_server(setting, max(STREAMS), PROMPT + answer) as (llama, file_bytes):
         models = {("minillm", scheme.name): scheme.make(plain)[0] for scheme in served_weights(plain)}
         for model in models.values():
             warm_up(model)
-        server = Server(url, DEFAULT)
-        ask(server, stream_items(max(STREAMS), 2))
+        ask(llama, stream_items(max(STREAMS), 2))
         read_mb = {**{who: model.weight_bytes / 1e6 for who, model in models.items()},
                    (LLAMA_CPP, "Q4_1"): file_bytes / 1e6}
         for streams in setting.each("beside llama.cpp", STREAMS):
             items = stream_items(streams, answer)
             cases = {who: partial(ours, model, items) for who, model in models.items()}
-            runs = in_turns({**cases, (LLAMA_CPP, "Q4_1"): partial(ask, server, items)}, TURNS)
+            runs = in_turns({**cases, (LLAMA_CPP, "Q4_1"): partial(ask, llama, items)}, TURNS)
             rows += [row_of(who, streams, read_mb[who], lives, runs[LLAMA_CPP, "Q4_1"]) for who, lives in runs.items()]
     speeds = Spread.of([row["tokens_per_s"] for row in rows[:1]], warmups=1)
     return measured("beside_llama_cpp", plain, setting.model_name, rows, speeds, setting.seed)
@@ -66,9 +65,10 @@ def ours(model, items: Sequence[WorkItem]) -> list[RequestRecord]:
     return serve(model, items).requests
 
 
-def ask(server: Server, items: Sequence[WorkItem]) -> list[RequestRecord]:
+def ask(llama: Worker, items: Sequence[WorkItem]) -> list[RequestRecord]:
     """The same from the server, all asked concurrently; RuntimeError if it did not answer every request in full."""
-    run = play_to_end(server, items, len(items))
+    with llama.awake():
+        run = play_to_end(Server(f"{llama.hello}/v1", DEFAULT), items, len(items))
     if run.faults or run.short:
         raise RuntimeError(f"{LLAMA_CPP} failed: {dict(run.faults) or 'answers of another length'}")
     return run.lives
@@ -94,8 +94,8 @@ def row_of(
 
 
 @contextmanager
-def llama_cpp_server(setting: Setting, streams: int, tokens: int) -> Iterator[tuple[str, int]]:
-    """llama.cpp's server on the default model's own file: its URL up to /v1, and the file's bytes.
+def llama_cpp_server(setting: Setting, streams: int, tokens: int) -> Iterator[tuple[Worker, int]]:
+    """llama.cpp's server on the default model's own file, in a process of its own, and the file's bytes.
 
     It has as many threads as PyTorch, and room for `streams` requests of `tokens`. NotHere says what is missing.
     """
@@ -103,20 +103,14 @@ def llama_cpp_server(setting: Setting, streams: int, tokens: int) -> Iterator[tu
         raise NotHere("llama.cpp's wheel computes on the processor: add --device cpu")
     if setting.model_name != DEFAULT:
         raise NotHere(f"llama.cpp reads a GGUF file, and only that of {DEFAULT} is fetched")
-    try:
-        import xllamacpp
-    except ImportError:
-        raise NotHere("llama.cpp is not installed: `pip install xllamacpp` (Linux on x86-64)") from None
-    with setting.watch.paused():
-        file = gguf_file()
-        settings = xllamacpp.CommonParams()
-        settings.model.path, settings.port, settings.warmup = str(file), 0, True
-        settings.verbosity = 1  # errors; else it prints lines for every request
-        settings.n_parallel, settings.n_ctx = streams, streams * (tokens + 64)
-        settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
-        server = xllamacpp.Server(settings)
-    yield f"{server.listening_address}/v1", file.stat().st_size
-    del server
+    with ExitStack() as opened:
+        with setting.watch.paused():
+            file = gguf_file()
+            try:
+                found = opened.enter_context(peers.llama_cpp(file, streams, tokens + 64))
+            except peers.NoPeer as why:
+                raise NotHere(f"llama.cpp can't run beside: {why}") from None
+        yield found, file.stat().st_size
 
 
 def gguf_file() -> Path:
