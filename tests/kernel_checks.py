@@ -6,6 +6,9 @@ triton is imported. By hand, without a GPU: TRITON_INTERPRET=1 python -m pytest 
 
 from __future__ import annotations
 
+import os
+import random
+
 import pytest
 import torch
 from serving import numbers
@@ -13,28 +16,33 @@ from test_cached_attention import attend_in_loops
 from tiny import random_tensors, tiny_config, tiny_model
 
 from minillm import Engine, SamplingParams
-from minillm.fast import attention, fused, kernels
+from minillm.extras.draft_model import DraftModelProposer
+from minillm.fast import attention, fused, kernels, weight_formats, weight_kernels
 from minillm.fast import graphs as graphs_module
 from minillm.fast.attention import SHORT_ROW, FastAttention
 from minillm.fast.graphs import CudaRecorder, StepGraphs
 from minillm.fast.model import FastLlama
+from minillm.fast.weight_formats import Int4Linear, Int8Linear, int4_dense
 from minillm.ladder.attention import KVStorage, RowSpan
 from minillm.ladder.decode import NoCache
-from minillm.ladder.quantized import kv_storage
+from minillm.ladder.quantized import Rotation, kv_storage, storage_in, unpack_nibbles
 from minillm.ladder.speculative import NgramProposer, Speculator
 from minillm.load.weights import make_model
 from minillm.model.llama import DecoderLayer, Llama, gate, rms_norm, rotate, rotation_for
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
-HEAD_DIMS = (64, 128) if GPU else (16, 12)  # 12: no power of two
-BLOCK = 16 if GPU else 4
+LARGE_SIZES = GPU or bool(os.environ.get("MINILLM_GPU_SIZES"))  # so that their sums can be tried without one
+HEAD_DIMS = (64, 128) if LARGE_SIZES else (16, 12)  # 12: no power of two
+BLOCK = 16 if LARGE_SIZES else 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # of the largest output
 
+CODE_STEP = {"bf16": 0.0, "int8": 0.01, "fp8": 0.06, "int4": 0.2}  # what one code more or less changes
+
 # (tokens stored before, new tokens) of each row
 RAGGED = [(0, 1), (BLOCK - 1, 1), (BLOCK, 1), (2 * BLOCK - 1, 2), (5, SHORT_ROW + 1)]
-EDGES = RAGGED if GPU else [(0, 1), (BLOCK - 1, 1), (2 * BLOCK - 1, 2)]
+EDGES = RAGGED if LARGE_SIZES else [(0, 1), (BLOCK - 1, 1), (2 * BLOCK - 1, 2)]
 LONG = [(2000, 1), (3333, 4), (700, 300), (1, 1)] if GPU else [(61, 1), (40, 2), (1, 1)]
 
 
@@ -45,6 +53,17 @@ def small_machine(monkeypatch):
         monkeypatch.setattr(kernels, "PROGRAMS", 8)
         monkeypatch.setattr(kernels, "KEYS", dict.fromkeys(kernels.KEYS, 16))
         monkeypatch.setattr(kernels, "LONG_TILE", 32)
+
+
+def on_device(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers there, as far apart: `to` alone would make them dense."""
+    if x.device == DEVICE or x.numel() == 0:
+        return x.to(DEVICE)
+    whole = torch.empty(1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)),
+                        dtype=x.dtype, device=DEVICE)
+    view = whole.as_strided(x.shape, x.stride())
+    view.copy_(x)
+    return view
 
 
 def stores(storage: KVStorage) -> list[torch.Tensor]:
@@ -67,14 +86,15 @@ def model_here(**changes) -> Llama:
 class Case:
     """A step's rows over two equal stores, one here for the plain path in fp32, one for the kernels."""
 
-    def __init__(self, rows, kv_format, head_dim, query_group, dtype, kv_heads=1, seed=0):
+    def __init__(self, rows, kv_format, head_dim, query_group, dtype, kv_heads=1, seed=0, rotated=False):
         make = torch.Generator().manual_seed(seed)
         self.config = tiny_config(head_dim=head_dim, num_key_value_heads=kv_heads,
                                   num_attention_heads=kv_heads * query_group)
         needs = [-(-(start + count) // BLOCK) for start, count in rows]
         blocks = torch.randperm(sum(needs) + 3, generator=make).tolist()
         self.scratch, self.rows, self.dtype = len(blocks) * BLOCK, rows, dtype
-        self.plain, self.store = (kv_storage(self.config, kv_format, self.scratch + 1, at) for at in ("cpu", DEVICE))
+        storage = storage_in(kv_format, Rotation(head_dim) if rotated else None)
+        self.plain, self.store = (storage(self.config, self.scratch + 1, at) for at in ("cpu", DEVICE))
         for tensor in stores(self.plain):  # 0x7F is NaN in e4m3, and the largest number elsewhere
             tensor.fill_(0x7F if tensor.dtype == torch.uint8 else torch.nan)
         ends = torch.tensor(needs).cumsum(0).tolist()
@@ -89,6 +109,7 @@ class Case:
             ours.copy_(theirs)
         tokens = sum(count for _, count in rows)
         both = torch.randn(tokens, kv_heads * query_group + kv_heads, head_dim, generator=make).to(dtype)
+        self.rotated, self.code_step = rotated, CODE_STEP[kv_format] if rotated else 0.0
         self.q, self.k = both.split((kv_heads * query_group, kv_heads), dim=1)  # strided, as the model hands them over
         self.v = torch.randn(tokens, kv_heads, head_dim, generator=make).to(dtype)
 
@@ -98,12 +119,14 @@ class Case:
     def check(self):
         want = self.step(self.plain).attend(1, *(x.float() for x in (self.q, self.k, self.v)))
         launches = kernels.step_kernels(self.step(self.store), self.config.query_group)
-        got = launches.attend(1, *(x.to(DEVICE) for x in (self.q, self.k, self.v)))
+        got = launches.attend(1, *map(on_device, (self.q, self.k, self.v)))
         for ours, theirs in zip(stores(self.store), stores(self.plain), strict=True):
+            if self.rotated:  # by a product, whose last bit may move a code
+                break
             bits = (tensor.cpu().view(torch.uint8) for tensor in (ours, theirs))
             assert torch.equal(*bits), "a new token is stored in other bytes, or elsewhere"
         error = (got.cpu().float() - want).abs().max() / want.abs().max()
-        assert got.isfinite().all() and error < TOLERANCE[self.dtype]
+        assert got.isfinite().all() and error < TOLERANCE[self.dtype] + self.code_step
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -121,6 +144,43 @@ def test_quantised_formats_as_their_dequantised_reference(kv_format, head_dim):
 @pytest.mark.parametrize("kv_format", ["int8", "fp8", "int4"])
 def test_a_model_in_bf16_over_quantised_formats(kv_format):
     Case(EDGES, kv_format, HEAD_DIMS[0], 4, torch.bfloat16).check()
+
+
+MANY = [(1, 3, 17, 64, 256), 2000] if GPU else [(1, 6), 40]  # rows of a step, the longest context of most
+
+
+@pytest.mark.parametrize("number", MANY[0])
+@pytest.mark.parametrize("kv_format", ["bf16", "int8", "fp8", "int4"])
+def test_a_step_of_a_large_model_in_bf16_with_many_rows_and_one_long_context(kv_format, number):
+    """On a GPU one context of 8,192, which is attended in parts beside others that are not."""
+    make = torch.Generator().manual_seed(number)
+    rows = [(int(start), 1) for start in torch.randint(1, MANY[1], (number,), generator=make)]
+    Case([(8191 if GPU else 70, 1), *rows[1:]], kv_format, HEAD_DIMS[-1] if GPU else 16, 4, torch.bfloat16).check()
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "int8", "fp8", "int4"])
+def test_rotated_keys_over_every_format(kv_format):
+    Case(EDGES, kv_format, HEAD_DIMS[0], 2, torch.bfloat16, kv_heads=2, rotated=True).check()
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "int8", "fp8", "int4"] if GPU else ["int8"])
+def test_slots_past_two_to_the_31_numbers(kv_format):
+    """Of a store that large only the slots in use are ever touched; the plain path reads the very same ones."""
+    config = tiny_config(head_dim=64, num_key_value_heads=8, num_attention_heads=16, num_hidden_layers=2)
+    blocks = (1 << 31) // (8 * 64 * BLOCK) * (2 if kv_format == "int4" else 1) + 4
+    store = kv_storage(config, kv_format, blocks * BLOCK + 1, DEVICE)
+    assert stores(store)[0][1].storage_offset() > 1 << 31
+    make = torch.Generator().manual_seed(1)
+    q, k, v, past = (torch.randn(n, h, 64, generator=make).to(DEVICE) for n, h in ((1, 16), (1, 8), (1, 8), (BLOCK, 8)))
+    table = [blocks - 1, blocks - 3]
+    store.write(1, torch.tensor(slots_of(table, range(BLOCK)), device=DEVICE), past, past.flip(0))
+    step = FastAttention(store, [RowSpan(BLOCK, 1, table)], BLOCK, blocks * BLOCK)
+    got = kernels.step_kernels(step, 2).attend(1, q, k, v)
+    slots = torch.tensor(slots_of(table, range(BLOCK + 1)), device=DEVICE)
+    keys, values = (x.float() for x in store.read(1, slots))  # each [S, Hkv, D]
+    scores = torch.einsum("hgd,shd->hgs", q[0].unflatten(0, (8, 2)), keys) / 8
+    want = torch.einsum("hgs,shd->hgd", scores.softmax(-1), values).flatten(0, 1)
+    torch.testing.assert_close(got[0], want, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("query_group", range(1, 10))
@@ -143,7 +203,7 @@ def test_the_kernel_as_attention_in_plain_loops():
     keys, values = (tensor[1, slots] for tensor in numbers(case.plain))
     want = attend_in_loops(case.q[0], torch.cat((keys, case.k)), torch.cat((values, case.v)))
     launches = kernels.step_kernels(case.step(case.store), case.config.query_group)
-    got = launches.attend(1, *(x.to(DEVICE) for x in (case.q, case.k, case.v)))
+    got = launches.attend(1, *map(on_device, (case.q, case.k, case.v)))
     torch.testing.assert_close(got[0].cpu(), want, rtol=0, atol=1e-5)
 
 
@@ -173,7 +233,7 @@ def test_the_engine_gives_the_plain_paths_tokens(settings, monkeypatch):
     answers = []
     for chosen in (None, kernels):
         monkeypatch.setattr(attention, "kernels_for", lambda device, chosen=chosen: chosen)
-        engine = Engine(model, block_size=4, max_context=16, **settings)
+        engine = Engine(model, block_size=4, max_context=16, cuda_graphs=False, **settings)
         answers.append([answer.token_ids for answer in engine.generate(prompts, params)])
     assert answers[0] == answers[1]
 
@@ -208,7 +268,7 @@ PLAIN = {"add_norm": add_norm, "gate": gate, "rotate": rotate}
 def check_fused(function: str, *arguments):
     """On the device as the plain function computes it in fp32 from the same numbers."""
     want = PLAIN[function](*moved(arguments, torch.Tensor.float))
-    got = getattr(fused, function)(*moved(arguments, lambda x: x.to(DEVICE)))
+    got = getattr(fused, function)(*moved(arguments, on_device))
     for ours, theirs in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, want)), strict=True):
         assert ours.dtype == arguments[0].dtype and ours.shape == theirs.shape and ours.isfinite().all()
         if theirs.numel():
@@ -331,3 +391,103 @@ def test_an_engine_with_graphs_gives_the_plain_paths_tokens(monkeypatch):
         answers.append([answer.token_ids for answer in engine.generate(prompts, params)])
     assert answers[0] == answers[1]
     assert engine.executor.graphs.graphs
+
+
+# -- weights in few bits --------------------------------------------------------------------------
+
+WEIGHTS = [(4096, 4096), (6144, 4096), (97, 576)] if GPU else [(48, 128), (33, 64)]  # outputs, inputs
+
+
+@pytest.mark.parametrize("rows", [1, 5, 100])
+@pytest.mark.parametrize("shape", WEIGHTS, ids=str)
+@pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
+def test_products_over_codes_are_those_of_the_dequantised_weight(kind, shape, rows, monkeypatch):
+    """Activations whose rows lie apart; in bf16 on a GPU."""
+    monkeypatch.setattr(weight_formats, "triton_module", lambda name, device: weight_kernels)
+    monkeypatch.setattr(weight_formats, "kernel_fits", lambda weight: False)  # the processor's kernel packs otherwise
+    dtype = torch.bfloat16 if GPU else torch.float32
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(DEVICE)
+    linear, x = kind(weight), apart(rows + 1, shape[1], dtype, 8)[:rows]
+    if kind is Int8Linear:
+        dense = linear.codes.float() * linear.scales.float()[:, None]
+    else:
+        dense = int4_dense(unpack_nibbles(linear.codes), *linear.scales)
+    want = x.float().to(DEVICE) @ dense.to(dtype).float().T
+    error = (linear(on_device(x)).float() - want).abs().max() / want.abs().max()
+    assert error < TOLERANCE[dtype]
+
+
+# -- whole engines --------------------------------------------------------------------------------
+
+LARGE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+         "head_dim": 128}  # Llama-3-8B's layers
+REQUESTS, MOST, CONTEXT = (40, 60, 512) if GPU else (3, 4, 16)  # with the rows below some 200 steps on a GPU
+KINDS = {
+    "greedy": ({}, {}), "sampled": ({"temperature": 1.0, "top_k": 20}, {}),
+    "n-grams": ({}, {"speculator": Speculator(NgramProposer(), 2)}),
+    "n-grams, sampled": ({"temperature": 0.7}, {"speculator": Speculator(NgramProposer(), 2)}),
+    "int8 keys": ({}, {"kv_format": "int8"}),
+}
+
+
+def served(model, settings: dict, sampling: dict, graphs: bool, ahead: bool) -> list[list[int]]:
+    """The tokens of requests of random lengths, more than fit into a step, on a new engine."""
+    draw = random.Random(4)
+    prompts = [[draw.randrange(97) for _ in range(draw.randint(1, CONTEXT - MOST - 1))] for _ in range(REQUESTS)]
+    params = [SamplingParams(draw.randint(1, MOST), ignore_eos=True, **sampling) for _ in prompts]
+    engine = Engine(model, max_context=CONTEXT, max_batch=12 if GPU else 2, max_step_tokens=256 if GPU else 12,
+                    block_size=BLOCK, cuda_graphs="auto" if graphs else False, **settings)
+    engine.runs_ahead = ahead
+    answers = [answer.token_ids for answer in engine.generate(prompts, params)]
+    assert not GPU or len(engine.records.steps) >= 100
+    assert bool(engine.executor.graphs and engine.executor.graphs.graphs) == graphs
+    return answers
+
+
+def wide(monkeypatch, dtype: torch.dtype, kernel_module) -> Llama:
+    """Two layers of a large model on the device, with these kernels or none; tiny in the interpreter."""
+    for module in (attention, graphs_module):
+        monkeypatch.setattr(module, "kernels_for", lambda device: kernel_module)
+    monkeypatch.setattr(graphs_module, "CudaRecorder", CudaRecorder if GPU else Replays)
+    monkeypatch.setattr(FastLlama, "layer", fused.FusedLayer if kernel_module else DecoderLayer)
+    config = tiny_config("t4-1", **(LARGE if GPU else {"num_hidden_layers": 1}))
+    return make_model(config, random_tensors(config, std=0.02 if GPU else 0.08), DEVICE, dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS if GPU else ["n-grams, sampled"])
+def test_eager_replayed_and_launched_ahead_give_the_same_tokens_as_the_plain_path(kind, monkeypatch):
+    """In fp32, in which two ways to add up differ too little to choose another token."""
+    sampling, settings = KINDS[kind]
+    plain = served(wide(monkeypatch, torch.float32, None), settings, sampling, graphs=False, ahead=False)
+    model = wide(monkeypatch, torch.float32, kernels)
+    for graphs in (False, True):
+        for ahead in (False, True):
+            got = served(model, settings, sampling, graphs, ahead)
+            assert got == plain, f"graphs {graphs}, ahead {ahead}"
+
+
+@pytest.mark.parametrize("kind", KINDS if GPU else ["greedy"])
+def test_in_bf16_launching_ahead_changes_no_token(kind, monkeypatch):
+    """The same kernels over the same rows: not a bit may differ."""
+    sampling, settings = KINDS[kind]
+    model = wide(monkeypatch, torch.bfloat16 if GPU else torch.float32, kernels)
+    for graphs in (False, True) if GPU else (False,):
+        one, other = (served(model, settings, sampling, graphs, ahead) for ahead in (False, True))
+        assert one == other
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0] if GPU else [1.0])
+def test_a_draft_model_on_the_device_gives_what_it_gives_on_the_processor(temperature, monkeypatch):
+    """Its drafts, and the target's checks of them (`verify_sampled`)."""
+    answers, params = [], SamplingParams(6 if GPU else 3, temperature=temperature, ignore_eos=True)
+    for device, kernel_module in (("cpu", None), (DEVICE, kernels)):
+        for module in (attention, graphs_module):
+            monkeypatch.setattr(module, "kernels_for", lambda device, chosen=kernel_module: chosen)
+        monkeypatch.setattr(FastLlama, "layer", fused.FusedLayer if kernel_module else DecoderLayer)
+        configs = [tiny_config(name, num_hidden_layers=1) for name in ("t8-2", "t4-1")]
+        target, draft = (make_model(config, random_tensors(config), device) for config in configs)
+        engine = Engine(target, block_size=4, max_context=16, speculator=Speculator(DraftModelProposer(draft), 2),
+                        cuda_graphs=False)
+        answers.append([answer.token_ids for answer in engine.generate([[5, 6, 5], [7, 8]], params)])
+        assert engine.records.totals["drafted_tokens"] > 0
+    assert answers[0] == answers[1]

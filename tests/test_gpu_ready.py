@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import re
+import subprocess
+import sys
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -167,6 +172,13 @@ class Graphs:
         assert self.recorded, "a graph would be recorded inside a timed run"
         return False
 
+    def run(self, rows) -> None:
+        self.fits(rows)
+
+    def keep(self, computed) -> None: ...
+
+    def expect_next(self, rows) -> None: ...
+
 
 @pytest.mark.parametrize("experiment", [
     batching.knee, batching.continuous_vs_static, batching.gain_by_spread, batching.stall_by_chunking,
@@ -262,3 +274,39 @@ def test_the_worked_example_frees_a_cache_before_it_makes_the_next(tiny_setting,
     gc.collect()
     monkeypatch.setattr(Engine, "__init__", counted)
     assert len(json.dumps(example.worked_example_here(setting).rows)) > 2
+
+
+# -- what a CPU can see of the kernels ------------------------------------------------------------
+
+
+def test_the_kernel_checks_hold_with_the_sizes_of_a_gpu():
+    """A block of 16 and heads of 64: what is only right for the interpreter's small sizes fails here."""
+    pytest.importorskip("triton", reason="Triton is published for Linux alone")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "MINILLM_GPU_SIZES": "1"}
+    chosen = "share_a_key and 3 or plain_loops or (dequantised_reference and int4 and 64)"
+    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernel_checks.py",
+                          "-k", chosen], env=environment, cwd=Path(__file__).parent.parent, capture_output=True,
+                         text=True)
+    assert run.returncode == 0 and "3 passed" in run.stdout, run.stdout[-3000:]
+
+
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_products_over_codes_compile_for_real_cards(kind, rows, capability, monkeypatch):
+    """As a launch would compile them: in bf16, at the widths of an 8B model, with what alignment tells."""
+    pytest.importorskip("triton", reason="Triton is published for Linux alone")
+    from fake_card import fake_card
+
+    from minillm.fast import weight_kernels
+
+    compiled = fake_card(monkeypatch, capability)
+    monkeypatch.setattr(weight_formats, "triton_module", lambda name, device: weight_kernels)
+    monkeypatch.setattr(weight_formats, "kernel_fits", lambda weight: False)
+    linear = kind(torch.ones(1024, 4096))
+    linear(torch.ones(rows, 4096, dtype=torch.bfloat16))
+    (variant,) = compiled["product_kernel"].values()
+    ptx = variant.asm["ptx"]
+    assert variant.asm["cubin"] and variant.metadata.shared <= 99 << 10
+    assert "mma" in ptx, "multiplied without matrix instructions"
+    assert not re.search(r"ld\.global[.\w]*\.b8\s", ptx), "bytes are loaded one by one"

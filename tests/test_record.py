@@ -49,7 +49,7 @@ def call(monkeypatch, tmp_path):
 def test_a_part_that_hangs_or_fails_costs_its_limit_and_takes_no_other_with_it(call):
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
     began = time.monotonic()
-    done, said = call(python("hangs", child, limit_s=2), python("fails", "raise SystemExit(3)"),
+    done, said = call(python("hangs", child, limit_s=2 / 3), python("fails", "raise SystemExit(3)"),
                       python("works", "print('found it')"))
     assert not done and time.monotonic() - began < 30
     state = json.loads((call.out / "state.json").read_text())

@@ -116,7 +116,9 @@ def started_engine(model: Llama) -> Engine:
 
 def started(engine: Engine) -> Engine:
     """The engine, once its CUDA graphs are recorded: what is timed begins after that, here and in other engines."""
-    if graphs := getattr(engine.executor, "graphs", None):
+    if warm_up := getattr(engine.executor, "warm_up", None):  # which compiles the kernels of prompts, too
+        warm_up()
+    elif graphs := getattr(engine.executor, "graphs", None):
         graphs.record_all()
     return engine
 
