@@ -33,6 +33,7 @@ from torch import Tensor
 
 from minillm.fast.attention import SHORT_ROW, FastAttention
 from minillm.fast.device import to_device
+from minillm.fast.step_inputs import make_tiles
 
 SHORT_TILE, LONG_TILE = 16, 64  # BLOCK_M of rows with few new tokens, and of prompts
 KEYS = {1: 64, 2: 64, 4: 32}  # S, by the bytes of a model's number: two tiles of keys and values fit shared memory
@@ -144,7 +145,7 @@ def store_kernel(
 ):
     """Write one token's key and value of one KV head. k, v [N, Hkv, D] with their strides; slots [N]."""
     token, head = tl.program_id(0), tl.program_id(1)
-    place = tl.load(slots + token) * HEADS + head
+    place = tl.load(slots + token).to(tl.int64) * HEADS + head  # 64 bits: a store is large
     k, v = k + token * k_token + head * k_head, v + token * v_token + head * v_head
     store_numbers(k, k_codes, k_scales, k_minima, place, D, BLOCK_D, FORMAT, GROUP, BLOCK_GROUP, BLOCK_GROUPS)
     store_numbers(v, v_codes, v_scales, v_minima, place, D, BLOCK_D, FORMAT, GROUP, BLOCK_GROUP, BLOCK_GROUPS)
@@ -158,10 +159,9 @@ def part_length(stored, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
 
 @triton.jit
 def load_tile(tiles, tile):
-    """Row, first token, its position, tokens: in 32 bits, in which positions are cheaper to compute with."""
+    """Row, first token, its position, tokens."""
     at = tiles + 4 * tile
-    row, first = tl.load(at).to(tl.int32), tl.load(at + 1).to(tl.int32)
-    return row, first, tl.load(at + 2).to(tl.int32), tl.load(at + 3).to(tl.int32)
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
 
 
 @triton.jit
@@ -202,7 +202,7 @@ def attend_kernel(
         s = at + tl.arange(0, BLOCK_S)
         inside = s < end
         block = tl.load(tables + row * table_row + s // BLOCK_SIZE, mask=inside, other=0)
-        place = (block * BLOCK_SIZE + s % BLOCK_SIZE) * HEADS + head  # 64 bits, as the block is: a store is large
+        place = (block.to(tl.int64) * BLOCK_SIZE + s % BLOCK_SIZE) * HEADS + head
         keys = read_numbers(k_codes, k_scales, k_minima, place, inside, D, BLOCK_D, FORMAT, GROUP, DOT)  # [S, D]
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale  # [M, S]
         scores = tl.where(inside[None, :] & (s[None, :] <= last[:, None]), scores, float("-inf"))
@@ -260,14 +260,6 @@ class Tiles:
     block_m: int
 
 
-def make_tiles(rows: Tensor, first: Tensor, start: Tensor, count: Tensor, tokens: int) -> Tensor:
-    """Cut rows (each [B]: number, place in the step, position, new tokens) into tiles of up to `tokens` -> [T, 4]."""
-    each = (count + tokens - 1) // tokens
-    of = torch.repeat_interleave(each)  # [T] which of the rows
-    before = (torch.arange(len(of)) - (each.cumsum(0) - each)[of]) * tokens  # [T] tokens in the row's earlier tiles
-    return torch.stack((rows[of], first[of] + before, start[of] + before, (count[of] - before).clamp_max(tokens)), 1)
-
-
 def tile_tokens(block_m: int, query_group: int) -> tuple[int, int]:
     """BLOCK_M, grown where one token's queries need more, and the tokens that a tile then holds."""
     block_m = max(block_m, triton.next_power_of_2(query_group))
@@ -278,7 +270,7 @@ class StepKernels:
     """The launches of one step (a `CacheView`): where its tokens go, and what its tiles read."""
 
     def __init__(self, storage, new_slots: Tensor, tables: Tensor, tiles: Sequence[Tiles], block_size: int) -> None:
-        """new_slots [N], tables [B, widest] and the tiles' fields are int64 tensors on the device."""
+        """new_slots [N], tables [B, widest] and the tiles' fields are int32 tensors on the device."""
         self.storage, self.new_slots, self.tables, self.block_size = storage, new_slots, tables, block_size
         self.tiles = [some for some in tiles if len(some.fields)]
 
@@ -331,8 +323,9 @@ def step_kernels(step: FastAttention, query_group: int) -> StepKernels:
         b = rows.nonzero()[:, 0]
         block_m, tokens = tile_tokens(least, query_group)
         blocks.append(block_m)
-        fields.append(make_tiles(b, step.first[b], step.start[b], step.count[b], tokens))
-    new_slots, tables, *fields = to_device([step.new_slots, step.tables, *fields], step.storage.device)
+        rows = (numbers.numpy() for numbers in (b, step.first[b], step.start[b], step.count[b]))
+        fields.append(torch.from_numpy(make_tiles(*rows, tokens)))
+    new_slots, tables, *fields = to_device([step.new_slots, step.tables, *fields], step.storage.device, torch.int32)
     return StepKernels(step.storage, new_slots, tables, list(map(Tiles, fields, blocks)), step.block_size)
 
 
