@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from minillm.fast.attention import FastAttention
+from minillm.fast.attention import FastAttention, kernels_for
 from minillm.fast.device import to_device
 from minillm.fast.graphs import StepGraphs
 from minillm.ladder.continuous import Row, StepPlan
@@ -22,6 +22,13 @@ class FastForward:
     attention = FastAttention
     proposer = None
     graphs: StepGraphs | None = None  # of small steps, where the device can record them
+
+    def warm_up(self) -> None:
+        """Record all graphs and compile all kernels, so that no step waits for that. No step may be under way."""
+        if self.graphs:
+            self.graphs.record_all()
+        elif kernels := kernels_for(self.model.device):
+            kernels.compile_all(self.model, self.storage, self.block_size, self.scratch_slot)
 
     def start(self, plan: StepPlan) -> Callable[[], list[list[int]]]:
         """Start a step without waiting; returns a function that waits for its tokens."""
@@ -70,10 +77,9 @@ class FastExecutor(FastForward, ModelExecutor):
     @torch.inference_mode()
     def compute(self, plan: StepPlan) -> Tensor:
         """As in the heart, ids [R] on the device; a replayed graph has the likeliest already."""
-        if self.graphs and all(row.samples and row.end - row.start == 1 for row in plan.rows):
-            if all(row.request.params.greedy for row in plan.rows) and (step := self.graphs.run(plan.rows)):
-                return step.ids
-        return super().compute(plan)
+        one_each = all(row.samples and row.end - row.start == 1 and row.request.params.greedy for row in plan.rows)
+        step = self.graphs.run(plan.rows) if self.graphs and one_each else None
+        return step.ids if step else super().compute(plan)
 
 
 class FastSpeculativeExecutor(FastForward, SpeculativeExecutor):

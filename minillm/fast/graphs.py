@@ -138,7 +138,9 @@ class StepGraphs:
 
     @torch.inference_mode()
     def record_all(self) -> None:
-        """Record every size over padding alone, the largest first, whose memory all share. No step may be under way."""
+        """Record every size over padding alone, the largest first, whose memory all share; and compile what larger
+        steps launch. No step may be under way."""
+        self.kernels.compile_all(self.model, self.storage, self.block_size, self.inputs.scratch_slot)
         self.inputs.write(StepRows([], [], [], []), [], self.sizes[-1])
         for size in reversed(self.sizes):
             self.graph(size)

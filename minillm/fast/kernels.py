@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -38,7 +39,7 @@ from minillm.fast.step_inputs import make_tiles
 from minillm.fast.tile_shapes import tile_shape
 
 SHORT_TILE, LONG_TILE = 16, 64  # BLOCK_M of rows with few new tokens, and of prompts
-KEYS = {1: 64, 2: 128, 4: 32}  # the most S, by the bytes of a model's number: two tiles of each fit shared memory
+KEYS = {1: 64, 2: 128, 4: 16}  # the most S, by the bytes of a model's number: two tiles of each fit shared memory
 DOT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 PROGRAMS = 512  # to fill a chip: about four for each multiprocessor of an H100
 MOST_SPLITS = 64
@@ -252,7 +253,7 @@ def attend_kernel(
         total = total * shrink + tl.sum(weights, 1)
         values = read_numbers(v_codes, v_scales, v_minima, place, inside, D, BLOCK_D, FORMAT, GROUP, BLOCK_GROUP, DOT)
         if FORMAT == "int8" or FORMAT == "fp8":
-            if DOT == tl.float16:  # a small weight times a small scale is nothing in fp16
+            if tl.float16 == DOT:  # a small weight times a small scale is nothing in fp16
                 values = (values.to(tl.float32) * v_scale[:, None]).to(DOT)
             else:
                 weights *= v_scale[None, :]
@@ -380,6 +381,20 @@ def step_kernels(step: FastAttention, query_group: int) -> StepKernels:
         fields.append(torch.from_numpy(make_tiles(*rows, tokens)))
     new_slots, tables, *fields = to_device([step.new_slots, step.tables, *fields], step.storage.device, torch.int32)
     return StepKernels(step.storage, new_slots, tables, list(map(Tiles, fields, blocks)), step.block_size)
+
+
+@torch.inference_mode()
+def compile_all(model, storage, block_size: int, scratch_slot: int) -> None:
+    """Launch every variant that steps of this model will: one token is stored in the scratch slot, nothing attends.
+
+    Variants are tiles of decodes or of prompts, few (whose contexts are cut into parts) or many.
+    """
+    zeros = partial(torch.zeros, dtype=torch.int32, device=model.device)
+    sizes = [tile_tokens(least, model.config.query_group)[0] for least in (SHORT_TILE, LONG_TILE)]
+    for number in (1, PROGRAMS):
+        tiles = [Tiles(zeros(number, 4), block_m) for block_m in sizes]
+        cache = StepKernels(storage, zeros(1) + scratch_slot, zeros(1, 1), tiles, block_size)
+        model.hidden_states(zeros(1), zeros(1), cache)
 
 
 def raw_tensors(store, layer: int) -> tuple[Tensor, Tensor, Tensor]:

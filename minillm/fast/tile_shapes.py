@@ -71,11 +71,7 @@ def sweep(
 def write(device: torch.device, found: dict[str, dict[str, Shape]], path: Path = TABLE) -> None:
     """Put a device's shapes into the table: format -> kind -> shape."""
     rows = json.loads(path.read_text(encoding="utf-8")) | {device_name(device): found}
-    lines = [
-        f"  {json.dumps(name)}: {{\n" + ",\n".join(f"    {json.dumps(f)}: {json.dumps(s)}" for f, s in of.items()) + "\n  }"
-        for name, of in rows.items()
-    ]
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     table.cache_clear()
 
 
