@@ -92,7 +92,7 @@ def test_the_yardstick_meets_eight_variants_all_compiled_before_its_first_step(c
     """Steps of all shapes that its 256 requests make, replayed and not; nothing is computed but the plan."""
     from minillm.fast import kernels
 
-    model = wide_model(monkeypatch)
+    model = wide_model(monkeypatch, vocab_size=10_001)
     engine = Engine(model, max_batch=256, max_step_tokens=2048, max_context=512)
     for module in (attention, graphs_module):
         monkeypatch.setattr(module, "kernels_for", lambda device: kernels)
@@ -139,6 +139,7 @@ def test_the_kernels_compile_for_real_cards(kv_format, compiled, monkeypatch):
         assert not re.search(r"ld\.global[.\w]*\.b8\s", ptx), "bytes are loaded one by one"
 
 
+@pytest.mark.slow
 def test_a_model_in_fp32_and_one_that_norms_its_heads_compile(compiled, monkeypatch):
     from minillm.fast import kernels
 

@@ -63,6 +63,8 @@ class FastForward:
         device, observe = self.model.device, getattr(self.proposer, "observe", None)
         inputs = to_device([tokens, cache.positions, logit_rows, cache.new_slots], device)
         tokens, positions, logit_rows, slots = inputs
+        cache.query_group = self.model.config.query_group
+        cache = cache.kernels or cache
         if observe is None:
             logits = self.model.forward(tokens, positions, cache, logit_rows)
             return logits.cpu() if device.type == "mps" else logits  # Apple's GPUs have no fp64 to draw with

@@ -133,20 +133,19 @@ def read_scales(scales, place, inside, FORMAT: tl.constexpr):
 
 @triton.jit
 def store_numbers(
-    source, codes, scales, minima, place,
+    x, codes, scales, minima, place,
     D: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,
 ):
-    """Encode the D numbers at `source` as `codes.py` does, bit for bit, and write them to a place."""
-    d = tl.arange(0, BLOCK_D)
+    """Encode the D numbers of x, in the columns of a block, as `quantized.py` does, to the bit; write them to a place."""
+    d, is_number = columns(D, BLOCK_D, GROUP, BLOCK_GROUP)
     if FORMAT == "native":
-        tl.store(codes + place * D + d, tl.load(source + d, mask=d < D), mask=d < D)
+        tl.store(codes + place * D + d, x.to(codes.dtype.element_ty), mask=is_number)
     elif FORMAT == "int4":  # a row for each group, its even and its odd numbers apart, two of which make a byte
-        groups, pair = tl.arange(0, BLOCK_GROUPS), tl.arange(0, BLOCK_GROUP // 2)[None, :]
+        block_groups: tl.constexpr = BLOCK_D // BLOCK_GROUP
+        even, odd = tl.split(tl.reshape(x.to(tl.float32), (block_groups, BLOCK_GROUP // 2, 2)))
+        groups, pair = tl.arange(0, block_groups), tl.arange(0, BLOCK_GROUP // 2)[None, :]
         group = groups[:, None]
-        at = group * GROUP + 2 * pair
         mask = (group < D // GROUP) & (pair < GROUP // 2)
-        even, odd = tl.load(source + at, mask=mask).to(tl.float32), tl.load(source + at + 1, mask=mask).to(tl.float32)
         lowest = tl.min(tl.where(mask, tl.minimum(even, odd), float("inf")), 1)
         highest = tl.max(tl.where(mask, tl.maximum(even, odd), float("-inf")), 1)
         minimum = tl.minimum(tl.maximum(lowest, -65504.0), 65504.0).to(tl.float16)
@@ -155,35 +154,37 @@ def store_numbers(
         m, s = minimum.to(tl.float32)[:, None], scale.to(tl.float32)[:, None]
         low = tl.minimum(tl.maximum(round_even(tl.div_rn(even - m, s)), 0.0), 15.0).to(tl.uint8)
         high = tl.minimum(tl.maximum(round_even(tl.div_rn(odd - m, s)), 0.0), 15.0).to(tl.uint8)
-        tl.store(codes + place * (D // 2) + at // 2, low | (high << 4), mask=mask)
+        tl.store(codes + place * (D // 2) + group * (GROUP // 2) + pair, low | (high << 4), mask=mask)
         tl.store(scales + place * (D // GROUP) + groups, scale, mask=groups < D // GROUP)
         tl.store(minima + place * (D // GROUP) + groups, minimum, mask=groups < D // GROUP)
     else:
         most = 127.0 if FORMAT == "int8" else 448.0
-        x = tl.load(source + d, mask=d < D, other=0.0).to(tl.float32)
+        x = x.to(tl.float32)
         scale = stored_scale(tl.div_rn(tl.max(tl.abs(x), 0), most)) + tl.sum(x * 0.0, 0).to(tl.float16)
         x = tl.div_rn(x, scale.to(tl.float32))
         x = tl.minimum(tl.maximum(round_even(x) if FORMAT == "int8" else x, -most), most)
         code = x.to(tl.int8).to(tl.uint8, bitcast=True) if FORMAT == "int8" else e4m3_encode(x)
-        tl.store(codes + place * D + d, code, mask=d < D)
+        tl.store(codes + place * D + d, code, mask=is_number)
         tl.store(scales + place, scale)
 
 
 # -- the kernels ----------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def store_kernel(
     k, v, slots, k_codes, k_scales, k_minima, v_codes, v_scales, v_minima, k_token, k_head, v_token, v_head,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_GROUP: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
 ):
     """Write one token's key and value of one KV head. k, v [N, Hkv, D] with their strides; slots [N]."""
-    token, head = tl.program_id(0), tl.program_id(1)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d, is_number = columns(D, BLOCK_D, GROUP, BLOCK_GROUP)
     place = tl.load(slots + token).to(tl.int64) * HEADS + head  # 64 bits: a store is large
-    k, v = k + token * k_token + head * k_head, v + token * v_token + head * v_head
-    store_numbers(k, k_codes, k_scales, k_minima, place, D, BLOCK_D, FORMAT, GROUP, BLOCK_GROUP, BLOCK_GROUPS)
-    store_numbers(v, v_codes, v_scales, v_minima, place, D, BLOCK_D, FORMAT, GROUP, BLOCK_GROUP, BLOCK_GROUPS)
+    key = tl.load(k + token * k_token + head * k_head + d, mask=is_number, other=0.0)
+    value = tl.load(v + token * v_token + head * v_head + d, mask=is_number, other=0.0)
+    store_numbers(key, k_codes, k_scales, k_minima, place, D, BLOCK_D, FORMAT, GROUP, BLOCK_GROUP)
+    store_numbers(value, v_codes, v_scales, v_minima, place, D, BLOCK_D, FORMAT, GROUP, BLOCK_GROUP)
 
 
 @triton.jit
@@ -326,16 +327,23 @@ class StepKernels:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k, v [N, Hkv, D], then attend q [N, Hq, D] -> [N, Hq, D]; tokens in no tile get no value."""
         q, k = self.storage.prepare(layer, q, k)
-        numbers = *raw_tensors(self.storage.keys, layer), *raw_tensors(self.storage.values, layer)
-        shape = number_shape(self.storage.keys, k.shape[1], k.shape[2])
         store_kernel[(len(k), k.shape[1])](
-            k, v, self.new_slots, *numbers, *k.stride()[:2], *v.stride()[:2], **shape,
-            BLOCK_GROUPS=shape["BLOCK_D"] // shape["BLOCK_GROUP"], num_warps=1,
+            k, v, self.new_slots, *self.numbers(layer), *k.stride()[:2], *v.stride()[:2],
+            **number_shape(self.storage.keys, *k.shape[1:]), num_warps=1,
         )
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        return self.attend_stored(layer, q)
+
+    def attend_stored(self, layer: int, q: Tensor) -> Tensor:
+        """The same, once keys and values are stored."""
+        out, numbers = torch.empty(q.shape, dtype=q.dtype, device=q.device), self.numbers(layer)
+        shape = number_shape(self.storage.keys, numbers[0].shape[1], q.shape[2])
         for tiles in self.tiles:
             self._attend(tiles, q, out, numbers, shape)
         return out
+
+    def numbers(self, layer: int) -> tuple[Tensor, ...]:
+        """Codes, scales and minima of the keys and of the values of a layer, each [slots, Hkv, ...]."""
+        return *raw_tensors(self.storage.keys, layer), *raw_tensors(self.storage.values, layer)
 
     def _attend(self, tiles: Tiles, q: Tensor, out: Tensor, numbers: tuple, shape: dict) -> None:
         """Attend the queries of these tiles, and write their places of `out`."""
