@@ -331,3 +331,70 @@ def test_an_engine_with_graphs_gives_the_plain_paths_tokens(monkeypatch):
         answers.append([answer.token_ids for answer in engine.generate(prompts, params)])
     assert answers[0] == answers[1]
     assert engine.executor.graphs.graphs
+
+
+# -- rotation and store as one kernel -----------------------------------------------------------
+
+STEPS_OF = {"int8": 1 / 127, "fp8": 1 / 16, "int4": 1 / 15}  # of a format, in shares of its largest number
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("kv_format", ["fp32", "bf16", *STEPS_OF])
+def test_rotated_keys_are_stored_as_two_kernels_store_them(kv_format, head_dim):
+    """Eight query heads, two KV heads, rows of any stride; on a GPU a number may fall to the next code."""
+    dtype = DTYPES.get(kv_format, torch.float32)
+    config = tiny_config(head_dim=head_dim, num_attention_heads=8, num_key_value_heads=2)
+    heads = apart(3, 12 * head_dim, dtype, 4).unflatten(1, (12, head_dim)).to(DEVICE)  # [N, Hq + 2 Hkv, D]
+    rotation = rotation_for(torch.arange(3) * 700, torch.logspace(0, -4, head_dim // 2), dtype)
+    rotation, slots = tuple(x.to(DEVICE) for x in rotation), torch.tensor([4, 0, 7], dtype=torch.int32, device=DEVICE)
+    for norm in (None, torch.rand(10, head_dim).to(DEVICE, dtype)):
+        both, ours = (kv_storage(config, kv_format, 9, DEVICE) for _ in range(2))
+        for tensor in (*stores(both), *stores(ours)):
+            tensor.zero_()
+        turned = fused.rotate(heads[:, :10], rotation, norm, 1e-6)  # [N, Hq + Hkv, D]
+        apart_, together = (
+            kernels.StepKernels(store, slots, torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), [], 4)
+            for store in (both, ours)
+        )
+        apart_.attend(1, turned[:, :8], turned[:, 8:], heads[:, 10:])
+        q = fused.rotate_and_store(heads, rotation, norm, 1e-6, together, 1)
+        assert torch.allclose(q.float(), turned[:, :8].float(), atol=TOLERANCE[dtype] * 4)
+        everywhere = torch.arange(9, device=DEVICE)
+        for got, want in zip(ours.read(1, everywhere), both.read(1, everywhere), strict=True):
+            step = STEPS_OF.get(kv_format, TOLERANCE[dtype]) * want.abs().max() if GPU else 0.0
+            assert want.abs().max() > 0.5 and (got.float() - want.float()).abs().max() <= step
+        assert not any(tensor[0].any() for tensor in stores(ours)), "another layer was written"
+
+
+def test_a_model_of_several_layers_over_pages_gives_the_plain_models_logits(monkeypatch):
+    """Sums that wait for the next layer, keys that are stored as they are rotated: prompts, then a decode."""
+    config = tiny_config("t-wide", num_hidden_layers=3, model_type="qwen3")
+    logits, tokens = [], torch.tensor([5, 6, 7, 50, 8])
+    for device, layer in (("cpu", DecoderLayer), (DEVICE, fused.FusedLayer)):
+        monkeypatch.setattr(Llama, "layer", layer)
+        model, store = Llama(config, random_tensors(config), device), kv_storage(config, "int8", 17, device)
+        out = []
+        for spans in ([RowSpan(0, 3, [2]), RowSpan(0, 2, [1])], [RowSpan(3, 1, [2]), RowSpan(2, 1, [1])]):
+            step = FastAttention(store, spans, 4, 16)
+            view = step if layer is DecoderLayer else kernels.step_kernels(step, config.query_group)
+            fed = tokens[: len(step.positions)].to(device)
+            with torch.inference_mode():
+                out.append(model.forward(fed, step.positions.to(device), view).cpu())
+        logits.append(torch.cat(out))
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-3)
+
+
+def test_warming_up_stores_nothing_and_the_engine_goes_on_as_without(monkeypatch):
+    monkeypatch.setattr(attention, "kernels_for", lambda device: kernels)
+    monkeypatch.setattr(FastLlama, "layer", fused.FusedLayer)
+    model = model_here(num_hidden_layers=1)
+    answers = []
+    for warm in (False, True):
+        engine = Engine(model, block_size=4, max_context=16, kv_memory=1 << 20, cuda_graphs=False)
+        for tensor in stores(engine.executor.storage):
+            tensor.zero_()
+        if warm:
+            kernels.compile_all(model, engine.executor.storage, 4, engine.executor.scratch_slot)
+            assert not any(t[:, :-1].any() for t in stores(engine.executor.storage)), "a block was written"
+        answers.append([a.token_ids for a in engine.generate([[5, 6, 7]], SamplingParams(max_tokens=2))])
+    assert answers[0] == answers[1]

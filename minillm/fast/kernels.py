@@ -136,7 +136,7 @@ def store_numbers(
     x, codes, scales, minima, place,
     D: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr,
 ):
-    """Encode the D numbers of x, in the columns of a block, as `quantized.py` does, to the bit; write them to a place."""
+    """Encode D numbers, in the columns of the block x, bit for bit as `quantized.py` does; write them to a place."""
     d, is_number = columns(D, BLOCK_D, GROUP, BLOCK_GROUP)
     if FORMAT == "native":
         tl.store(codes + place * D + d, x.to(codes.dtype.element_ty), mask=is_number)
