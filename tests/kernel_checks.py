@@ -13,7 +13,7 @@ from test_cached_attention import attend_in_loops
 from tiny import random_tensors, tiny_config, tiny_model
 
 from minillm import Engine, SamplingParams
-from minillm.fast import attention, fused, kernels
+from minillm.fast import attention, fused, kernels, matvec
 from minillm.fast import graphs as graphs_module
 from minillm.fast.attention import SHORT_ROW, FastAttention
 from minillm.fast.graphs import CudaRecorder, StepGraphs
@@ -398,3 +398,33 @@ def test_warming_up_stores_nothing_and_the_engine_goes_on_as_without(monkeypatch
             assert not any(t[:, :-1].any() for t in stores(engine.executor.storage)), "a block was written"
         answers.append([a.token_ids for a in engine.generate([[5, 6, 7]], SamplingParams(max_tokens=2))])
     assert answers[0] == answers[1]
+
+
+# -- products of few rows -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_products_of_few_rows_as_the_plain_ones(rows, dtype, monkeypatch):
+    """With and without a bias; widths that fill no block, and rows that lie in wider ones."""
+    if not GPU:
+        monkeypatch.setattr(matvec, "COLUMNS", 32)
+    outs, width = (4098, 4104) if GPU else (10, 72)
+    x, weight = apart(rows, width, dtype, 1), torch.randn(outs, width).to(dtype)
+    for bias in (None, torch.randn(outs).to(dtype)):
+        want = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+        got = matvec.matvec(*(t if t is None else t.to(DEVICE) for t in (x, weight, bias)))
+        assert got.dtype == dtype and (got.cpu().float() - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
+
+
+def test_a_model_whose_small_products_take_the_kernel(monkeypatch):
+    monkeypatch.setattr(matvec, "COLUMNS", 64)
+    config = tiny_config("t4-1", num_hidden_layers=1)
+    plain = FastLlama(config, random_tensors(config), DEVICE, packed=False)
+    changed, launched, kernel = matvec.with_matvec(plain), [], matvec.matvec
+    monkeypatch.setattr(matvec, "matvec", lambda x, *rest: launched.append(len(x)) or kernel(x, *rest))
+    for rows in (1, 3):
+        inputs = torch.arange(rows, device=DEVICE), torch.arange(rows, device=DEVICE)
+        with torch.inference_mode():
+            torch.testing.assert_close(*(m.forward(*inputs, NoCache()) for m in (plain, changed)), rtol=0, atol=1e-4)
+    assert launched == [1] * 5 and type(plain.head) is not type(changed.head)  # four of a layer, and the head

@@ -76,12 +76,13 @@ def write(device: torch.device, found: dict[str, dict[str, Shape]], path: Path =
 
 
 def cuda_seconds(config: ModelConfig, device: torch.device, calls: int = 20) -> Callable[[list, object, Shape], float]:
-    """What times a call of attention on the GPU: the median of `calls`, each over a cache that others have evicted."""
+    """What times a call of attention on the GPU: the median of `calls`, each after a write that evicts the cache, and
+    that lasts until the host has launched the call."""
     from minillm.fast import kernels  # Triton is there only where a GPU is
     from minillm.fast.attention import FastAttention
     from minillm.ladder.attention import RowSpan
 
-    evict = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+    evict = torch.empty(1 << 30, dtype=torch.uint8, device=device)
     heads = config.num_attention_heads, config.num_key_value_heads
 
     def seconds(rows: list, storage, shape: Shape) -> float:
