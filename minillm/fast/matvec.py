@@ -29,16 +29,14 @@ def matvec_kernel(
     ROWS: tl.constexpr, OUT: tl.constexpr, COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):
     """x [ROWS, columns], its rows at any stride; weight [outs, columns]; bias [outs], or anything; y [ROWS, outs]."""
-    out, c = tl.program_id(0) * OUT + tl.arange(0, OUT), tl.arange(0, COLUMNS)
-    is_out = out < outs
-    row = tl.arange(0, ROWS)
-    weight += out.to(tl.int64)[:, None] * columns
+    out, c = tl.program_id(0) * OUT + tl.arange(0, OUT), tl.arange(0, COLUMNS)[None, None, :]
+    row, is_out = tl.arange(0, ROWS), out < outs
+    x, weight = x + row[:, None, None] * x_row, weight + out.to(tl.int64)[None, :, None] * columns
     products = tl.zeros([ROWS, OUT, COLUMNS], tl.float32)  # added up at the end: between threads that takes a barrier
     for at in range(0, columns, COLUMNS):
         inside = at + c < columns
-        w = tl.load(weight + (at + c)[None, :], mask=is_out[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        own = tl.load(x + row[:, None] * x_row + (at + c)[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
-        products += own[:, None, :] * w[None, :, :]
+        w = tl.load(weight + at + c, mask=is_out[None, :, None] & inside, other=0.0).to(tl.float32)
+        products += tl.load(x + at + c, mask=inside, other=0.0).to(tl.float32) * w
     sums = tl.sum(products, 2)  # [ROWS, OUT]
     if HAS_BIAS:
         sums += tl.load(bias + out, mask=is_out, other=0.0).to(tl.float32)[None, :]
