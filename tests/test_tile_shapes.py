@@ -8,7 +8,7 @@ import torch
 from tiny import tiny_config
 
 from minillm.fast import tile_shapes
-from minillm.fast.tile_shapes import ANY, CANDIDATES, STEPS, sweep, table, tile_shape, write
+from minillm.fast.tile_shapes import ANY, table, tile_shape, write
 from minillm.ladder.quantized import STORES
 
 CPU = torch.device("cpu")
@@ -35,6 +35,9 @@ def test_every_format_has_a_shape_on_a_device_that_was_not_measured(kv_format, o
 
 def test_the_sweep_takes_what_is_quickest_over_all_steps_and_skips_what_does_not_run(own_table):
     """One shape is quickest at one step and slow at others; one is out of shared memory."""
+    pytest.importorskip("triton", reason="Triton is published for Linux alone")
+    from minillm.fast.tile_sweep import CANDIDATES, STEPS, sweep
+
     uneven, even, large = CANDIDATES[:3]
 
     def seconds(rows, storage, shape):
