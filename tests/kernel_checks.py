@@ -17,7 +17,7 @@ from tiny import random_tensors, tiny_config, tiny_model
 
 from minillm import Engine, SamplingParams
 from minillm.extras.draft_model import DraftModelProposer
-from minillm.fast import attention, fused, kernels, weight_formats, weight_kernels
+from minillm.fast import attention, fused, kernels, matvec, weight_formats, weight_kernels
 from minillm.fast import graphs as graphs_module
 from minillm.fast.attention import SHORT_ROW, FastAttention
 from minillm.fast.graphs import CudaRecorder, StepGraphs
@@ -491,3 +491,100 @@ def test_a_draft_model_on_the_device_gives_what_it_gives_on_the_processor(temper
         answers.append([answer.token_ids for answer in engine.generate([[5, 6, 5], [7, 8]], params)])
         assert engine.records.totals["drafted_tokens"] > 0
     assert answers[0] == answers[1]
+
+
+# -- rotation and store as one kernel -----------------------------------------------------------
+
+STEPS_OF = {"int8": 1 / 127, "fp8": 1 / 16, "int4": 1 / 15}  # of a format, in shares of its largest number
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("kv_format", ["fp32", "bf16", *STEPS_OF])
+def test_rotated_keys_are_stored_as_two_kernels_store_them(kv_format, head_dim):
+    """Eight query heads, two KV heads, rows of any stride; on a GPU a number may fall to the next code."""
+    dtype = DTYPES.get(kv_format, torch.float32)
+    config = tiny_config(head_dim=head_dim, num_attention_heads=8, num_key_value_heads=2)
+    heads = apart(3, 12 * head_dim, dtype, 4).unflatten(1, (12, head_dim)).to(DEVICE)  # [N, Hq + 2 Hkv, D]
+    rotation = rotation_for(torch.arange(3) * 700, torch.logspace(0, -4, head_dim // 2), dtype)
+    rotation, slots = tuple(x.to(DEVICE) for x in rotation), torch.tensor([4, 0, 7], dtype=torch.int32, device=DEVICE)
+    for norm in (None, torch.rand(10, head_dim).to(DEVICE, dtype)):
+        both, ours = (kv_storage(config, kv_format, 9, DEVICE) for _ in range(2))
+        for tensor in (*stores(both), *stores(ours)):
+            tensor.zero_()
+        turned = fused.rotate(heads[:, :10], rotation, norm, 1e-6)  # [N, Hq + Hkv, D]
+        apart_, together = (
+            kernels.StepKernels(store, slots, torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), [], 4)
+            for store in (both, ours)
+        )
+        apart_.attend(1, turned[:, :8], turned[:, 8:], heads[:, 10:])
+        q = fused.rotate_and_store(heads, rotation, norm, 1e-6, together, 1)
+        assert torch.allclose(q.float(), turned[:, :8].float(), atol=TOLERANCE[dtype] * 4)
+        everywhere = torch.arange(9, device=DEVICE)
+        for got, want in zip(ours.read(1, everywhere), both.read(1, everywhere), strict=True):
+            step = STEPS_OF.get(kv_format, TOLERANCE[dtype]) * want.abs().max() if GPU else 0.0
+            assert want.abs().max() > 0.5 and (got.float() - want.float()).abs().max() <= step
+        assert not any(tensor[0].any() for tensor in stores(ours)), "another layer was written"
+
+
+def test_a_model_of_several_layers_over_pages_gives_the_plain_models_logits(monkeypatch):
+    """Sums that wait for the next layer, keys that are stored as they are rotated: prompts, then a decode."""
+    config = tiny_config("t-wide", num_hidden_layers=3, model_type="qwen3")
+    logits, tokens = [], torch.tensor([5, 6, 7, 50, 8])
+    for device, layer in (("cpu", DecoderLayer), (DEVICE, fused.FusedLayer)):
+        monkeypatch.setattr(Llama, "layer", layer)
+        model, store = Llama(config, random_tensors(config), device), kv_storage(config, "int8", 17, device)
+        out = []
+        for spans in ([RowSpan(0, 3, [2]), RowSpan(0, 2, [1])], [RowSpan(3, 1, [2]), RowSpan(2, 1, [1])]):
+            step = FastAttention(store, spans, 4, 16)
+            view = step if layer is DecoderLayer else kernels.step_kernels(step, config.query_group)
+            fed = tokens[: len(step.positions)].to(device)
+            with torch.inference_mode():
+                out.append(model.forward(fed, step.positions.to(device), view).cpu())
+        logits.append(torch.cat(out))
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-3)
+
+
+def test_warming_up_stores_nothing_and_the_engine_goes_on_as_without(monkeypatch):
+    monkeypatch.setattr(attention, "kernels_for", lambda device: kernels)
+    monkeypatch.setattr(FastLlama, "layer", fused.FusedLayer)
+    model = model_here(num_hidden_layers=1)
+    answers = []
+    for warm in (False, True):
+        engine = Engine(model, block_size=4, max_context=16, kv_memory=1 << 20, cuda_graphs=False)
+        for tensor in stores(engine.executor.storage):
+            tensor.zero_()
+        if warm:
+            kernels.compile_all(model, engine.executor.storage, 4, engine.executor.scratch_slot)
+            assert not any(t[:, :-1].any() for t in stores(engine.executor.storage)), "a block was written"
+        answers.append([a.token_ids for a in engine.generate([[5, 6, 7]], SamplingParams(max_tokens=2))])
+    assert answers[0] == answers[1]
+
+
+# -- products of few rows -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_products_of_few_rows_as_the_plain_ones(rows, dtype, monkeypatch):
+    """With and without a bias; widths that fill no block, and rows that lie in wider ones."""
+    if not GPU:
+        monkeypatch.setattr(matvec, "COLUMNS", 32)
+    outs, width = (4098, 4104) if GPU else (10, 72)
+    x, weight = apart(rows, width, dtype, 1), torch.randn(outs, width).to(dtype)
+    for bias in (None, torch.randn(outs).to(dtype)):
+        want = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+        got = matvec.matvec(*(t if t is None else t.to(DEVICE) for t in (x, weight, bias)))
+        assert got.dtype == dtype and (got.cpu().float() - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
+
+
+def test_a_model_whose_small_products_take_the_kernel(monkeypatch):
+    monkeypatch.setattr(matvec, "COLUMNS", 64)
+    config = tiny_config("t4-1", num_hidden_layers=1)
+    plain = FastLlama(config, random_tensors(config), DEVICE, packed=False)
+    changed, launched, kernel = matvec.with_matvec(plain), [], matvec.matvec
+    monkeypatch.setattr(matvec, "matvec", lambda x, *rest: launched.append(len(x)) or kernel(x, *rest))
+    for rows in (1, 3):
+        inputs = torch.arange(rows, device=DEVICE), torch.arange(rows, device=DEVICE)
+        with torch.inference_mode():
+            torch.testing.assert_close(*(m.forward(*inputs, NoCache()) for m in (plain, changed)), rtol=0, atol=1e-4)
+    assert launched == [1] * 5 and type(plain.head) is not type(changed.head)  # four of a layer, and the head

@@ -20,9 +20,9 @@ from minillm.measure.virtual import DEVICES, CostModel, virtual_engine
 from minillm.measure.workload import play, yardstick
 
 SHEET, COPY_SHARE = DEVICES["h200"], 0.9  # of the promised bandwidth a large copy reaches 4.3 TB/s there
-# Kernels of a layer: four products, norm, rotate, store, attend, add and norm, gate, add. Of a step beside them:
+# Kernels of a layer: four products, rotate and store, attend, two of add and norm, gate. Of a step beside them:
 # embedding, last norm, head, two of sampling.
-LAYER_KERNELS, STEP_KERNELS = 11, 5
+LAYER_KERNELS, STEP_KERNELS = 9, 5
 BIG, SMALL = "llama-3-8b", "qwen3-0.6b"  # of the targets for one step, and of the yardstick
 NOT_YET = "not recorded yet"
 

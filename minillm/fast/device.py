@@ -20,9 +20,9 @@ def triton_module(name: str, device: torch.device) -> ModuleType | None:
         return None
 
 
-def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of whole numbers, as int64 on the device: in one transfer, which nothing waits for."""
-    flat = torch.cat([tensor.flatten().long() for tensor in tensors])
+def to_device(tensors: Sequence[Tensor], device: torch.device, dtype: torch.dtype = torch.long) -> list[Tensor]:
+    """Tensors of whole numbers, as int64 or `dtype` on the device: in one transfer, which nothing waits for."""
+    flat = torch.cat([tensor.flatten().to(dtype) for tensor in tensors])
     if device.type == "cuda":
         flat = flat.pin_memory()  # a transfer from other memory makes CUDA wait
     parts = flat.to(device, non_blocking=True).split([tensor.numel() for tensor in tensors])

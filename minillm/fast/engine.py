@@ -167,9 +167,14 @@ class Engine(ladder.Engine):
         """Plan the next step, if there is anything to do, and start it without waiting."""
         self.take_arrivals()
         if self.scheduler.has_work:
-            plan, counts = self.begin_step()
+            start, plan = self.clock.now(), self.scheduler.plan()
+            plan.start = start
             with self.undone_on_error(plan):
-                self.launched = Launched(plan, counts, self.executor.start(plan))
+                try:
+                    wait = self.executor.start(plan)
+                finally:  # what was admitted stands even if the launch fails
+                    counts = self.records.planned(plan, self.scheduler)  # while the device computes
+            self.launched = Launched(plan, counts, wait)
 
     def land(self, ahead: bool = False) -> None:
         """Wait for the step under way, if there is one, commit it, and make its events.

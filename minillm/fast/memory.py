@@ -2,7 +2,7 @@
 
     free once the weights are loaded  x SHARE
       less the largest step           its widest tensors, and the logits that it samples from
-      less the CUDA graphs            one size's tensors, which all share, and a little for each graph
+      less the CUDA graphs            one size's tensors and logits, which all share, and a little for each graph
       = keys and values
 
 The two terms are sums over shapes, not measurements; SHARE leaves room for workspaces and fragmentation.
@@ -34,7 +34,8 @@ def reserved_bytes(
     config: ModelConfig, itemsize: int, max_step_tokens: int, max_due: int, graph_sizes: Sequence[int]
 ) -> int:
     """What steps and graphs need beside the weights and the cache."""
-    graphs = step_bytes(config, itemsize, graph_sizes[-1], 0) if graph_sizes else 0
+    most = graph_sizes[-1] if graph_sizes else 0
+    graphs = step_bytes(config, itemsize, most, 0) + most * config.vocab_size * itemsize
     return step_bytes(config, itemsize, max_step_tokens, max_due) + graphs + GRAPH_BYTES * len(graph_sizes)
 
 
