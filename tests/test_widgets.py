@@ -178,6 +178,32 @@ def test_what_does_not_fit_is_said_and_what_is_unknown_is_refused():
         explore.explore_capacity("abacus", "llama-3-8b", 4096, "int8")
 
 
+def step_costs() -> list[dict]:
+    """Measured costs, as if: a draft adds a tenth of a plain step at batch 1, and a whole one at batch 8."""
+    return [{"part": "step cost", "batch": batch, "k": k, "times_plain": 1 + each * k}
+            for batch, each in ((1, 0.1), (8, 1.0)) for k in (0, 2, 4)]
+
+
+def test_what_drafts_promise_is_tokens_a_round_over_the_cost_of_the_step():
+    costs = step_costs()
+    assert explore.promise(costs, 0.5, 1) == pytest.approx({0: 1, 2: 1.75 / 1.2, 4: 1.9375 / 1.4})
+    assert max(explore.promise(costs, 1.0, 8).values()) == 1.0  # a full batch gains nothing, however good the drafts
+    said = [explore.drafts_at(costs, a, batch).get_suptitle().replace("\n", " ") for a, batch in
+            ((0.5, 1), (1.0, 1), (0.9, 8))]
+    assert said[0].endswith("k = 2 is best, 1.46 times plain decoding")
+    assert "k = 4 is best, 3.57 times" in said[1] and said[2].endswith("no draft pays")
+
+
+def test_acceptance_and_batch_reach_their_ends_and_have_a_static_twin():
+    panel = widgets.acceptance_explorer(step_costs(), batch=8)
+    assert "image/png" in panel._repr_mimebundle_()
+    for control in panel.controls.values():
+        for value in (ends(control)[0], ends(control)[-1]):
+            control.value = value
+            assert is_png(panel)
+    panel.close()
+
+
 # -- drafts -------------------------------------------------------------------------------------------------------
 
 
