@@ -359,8 +359,8 @@ table = [
 ]
 table += [bench.row("chat", "drafter", 1, batch, costs) for batch in batches]  # one surer draft
 table += [bench.row("chat", "drafter", "adaptive", batch, costs) for batch in batches[-1:]]
-SPEEDS = {"prompts": "prompts", "drafts": "drafts", "k": "k", "batch": "batch", "tokens_per_round": "tokens a round",
-          "speedup": "times plain", "predicted": "predicted"}
+SPEEDS = {"prompts": "prompts", "drafts": "drafts", "k": "k", "batch": "batch", "speedup": "times plain",
+          "predicted": "predicted"}
 print(text_table(table, SPEEDS))
 alone = {row["prompts"]: row["speedup"] for row in table if (row["drafts"], row["batch"]) == ("n-gram", 1)}
 reveal("times as fast, n-gram on quoted text, one request", alone["copy"])

@@ -41,7 +41,6 @@ from minillm.course.show.recorded import ledger, recorded
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
 from minillm.course.show.widgets import pools_explorer
-from minillm.measure import fleet
 from minillm.measure.capacity import GB
 from minillm.measure.measurement import MEASUREMENTS, Measurement
 from minillm.measure.service import Service
@@ -103,9 +102,6 @@ guess("rows allowed for the shortest p99 of the ITL", None)
 guess("rows allowed for the shortest p50 of the latency", None)
 
 # %%
-show_source(Service.serve)
-
-# %%
 clients = 48 if QUICK else 96
 asked = lognormal(0.5, 2 * clients, 48, 256)
 limits = [{"max_batch": most, **service_row(replace(a100, max_batch=most).serve(asked, clients), *service.FIGURES)}
@@ -152,7 +148,7 @@ guess("people's p99 TTFT, pools over mixed, times", None)
 guess("time until the jobs are done, pools over mixed, times", None)
 
 # %%
-show_source(service.two_kinds, service.in_pools, fleet.serve)
+show_source(service.in_pools)
 
 # %%
 people, jobs = (60, 40) if QUICK else (160, 120)
@@ -163,14 +159,6 @@ print(text_table(pooled, POOLS))
 mixed, apart = pooled
 reveal("people's p99 TTFT, pools over mixed, times", apart["ttft_p99_s"] / mixed["ttft_p99_s"])
 reveal("time until the jobs are done, pools over mixed, times", apart["jobs_done_s"] / mixed["jobs_done_s"])
-
-# %%
-service_plots.side_by_side(
-    pooled, "setup", {"ttft_p99_s": "people: TTFT p99, s", "latency_p99_s": "people: latency p99, s",
-                      "jobs_done_s": "jobs done after, s"},
-    f"Pools cut the p99 of people's first token from {mixed['ttft_p99_s']:.2g} to {apart['ttft_p99_s']:.2g} s; "
-    f"the jobs take {apart['jobs_done_s'] / mixed['jobs_done_s']:.2f} times as long",
-)
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -266,9 +254,6 @@ reveal("share refused, 0 to 1", doors[-1]["refused_share"])
 reveal("p99 TTFT with a bounded queue, s", doors[-1]["ttft_p99_s"])
 
 # %%
-service_plots.over_time({row["door"]: row["records"] for row in doors})
-
-# %%
 # NBVAL_CHECK_OUTPUT
 everybody, bounded = doors
 print("with a bounded queue the p99 to the first token is less than half:",
@@ -311,13 +296,7 @@ guess("p99 TTFT, apart over both on both, times", None)
 guess("p99 ITL, apart over both on both, times", None)
 
 # %%
-show_source(fleet.serve_disaggregated)
-
-# %%
 split = service.disaggregation(setting)
-SPLIT = {"layout": "prompts and answers", "ttft_p50_s": "TTFT p50, s", "ttft_p99_s": "TTFT p99, s",
-         "itl_p50_ms": "ITL p50, ms", "itl_p99_ms": "ITL p99, ms", "tokens_per_s": "tokens/s"}
-print(text_table(split.rows, SPLIT))
 both, by_phase = split.rows
 reveal("p99 TTFT, apart over both on both, times", by_phase["ttft_p99_s"] / both["ttft_p99_s"])
 reveal("p99 ITL, apart over both on both, times", by_phase["itl_p99_ms"] / both["itl_p99_ms"])
