@@ -193,7 +193,7 @@ service_plots.request_lives(list(runs.values())[-1])
 service_plots.latency_distributions({name: records.requests for name, records in runs.items()})
 
 # %% [markdown]
-# Right: most gaps have the length of a decode step; the tail is the steps in which somebody else's prompt was read.
+# Right: most gaps have the length of a decode step; the tail is the steps in which another request's prompt was read.
 #
 # ## What the operator sees
 #
@@ -255,9 +255,9 @@ reveal("requests present in the closed loop", closed["mean_present"])
 # %% [markdown]
 # ## Where it loses: the load test that does not see
 #
-# Somebody sends a prompt of 60,000 tokens, and this server reads it in one step (no chunks; chapter 3). Everybody
-# stands still for seconds. We serve the same chats around it twice, in a closed loop of eight clients and in an open
-# loop at the same rate, in virtual time.
+# A client sends a prompt of 60,000 tokens, and this server reads it in one step (no chunks; chapter 3). All other
+# requests stand still for seconds. We serve the same chats around it twice, in a closed loop of eight clients and in an
+# open loop at the same rate, in virtual time.
 #
 # How many times the closed loop's p90 of the time to first token is the open loop's? Less than one, if you expect it to
 # be shorter.

@@ -452,10 +452,10 @@ service_plots.over_time(
 
 # %%
 # NBVAL_CHECK_OUTPUT
-print("300 tokens: all clients fit, nobody is preempted:", short["fit"] >= clients and short["preemptions"] == 0)
+print("300 tokens: all clients fit, and none is preempted:", short["fit"] >= clients and short["preemptions"] == 0)
 print("4,000: fewer whole requests fit than there are clients:", long["fit"] < clients)
 print("requests are preempted, and the cache is full:", long["preemptions"] > 0, long["cache_peak_share"] > 0.99)
-print("a step reads more, so everybody's next token comes later:", long["itl_p50_ms"] > 1.2 * short["itl_p50_ms"])
+print("a step reads more, so every next token comes later:", long["itl_p50_ms"] > 1.2 * short["itl_p50_ms"])
 print("with as many rows as fit, fewer are preempted, and the p99 between two tokens is shorter:",
       bounded["preemptions"] < long["preemptions"], bounded["itl_p99_ms"] < long["itl_p99_ms"])
 print("but the queue is longer, and tokens/s are no higher:", bounded["queue_p99_s"] > long["queue_p99_s"],
