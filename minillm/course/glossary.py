@@ -5,10 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from nbformat import NotebookNode
 
 GLOSSARY = Path(__file__).resolve().parents[2] / "notebooks/GLOSSARY.md"
 
@@ -53,7 +49,7 @@ def link_first_uses(texts: Sequence[str], glossary: str, address: str) -> list[s
     return [pattern.sub(link, text) for text in texts]
 
 
-def link_glossary(notebook: NotebookNode, address: str) -> None:
+def link_glossary(notebook, address: str) -> None:
     """Link the terms in a notebook's Markdown cells, in place; `address` leads from the notebook to the glossary."""
     prose = [cell for cell in notebook.cells if cell.cell_type == "markdown"]
     glossary = GLOSSARY.read_text(encoding="utf-8")

@@ -3,13 +3,11 @@
     request_states    who was queued, in prefill, decoding or preempted, and when each finished
     watch             serve some prompts, and keep how the pool stood in every step
     states_and_pool   both up to one step; `widgets.run_stepper` puts a slider over it
-    moving            the same pictures one after another, as a GIF: it moves where no kernel runs
+    moving            the same pictures one after another, as an animated PNG: it moves where no kernel runs
 """
 
 from __future__ import annotations
 
-import base64
-import html
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -208,8 +206,12 @@ def what_happens(run: Run, found: Sequence[Stretch], step: int) -> str:
     return f"{record.kinds.count('decode')} of {len(last)} requests decode, {record.waiting} wait"
 
 
-def moving(draw: Callable[[int], Figure], steps: int, title: str, dpi: int = 72, frame_ms: int = 450) -> str:
-    """HTML with a GIF of `draw(1)` to `draw(steps)`, over and over; it needs neither a kernel nor a script."""
+def moving(draw: Callable[[int], Figure], steps: int, dpi: int = 72, frame_ms: int = 450) -> bytes:
+    """An animated PNG of `draw(1)` to `draw(steps)`, over and over.
+
+    It moves wherever a page's pictures are shown, without a kernel, a script or trust in the page: no GIF does, since
+    JupyterLab takes data out of the HTML of a page that was only opened.
+    """
     from PIL import Image
 
     frames = []
@@ -221,6 +223,5 @@ def moving(draw: Callable[[int], Figure], steps: int, title: str, dpi: int = 72,
     frames = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     file = io.BytesIO()
     holds = [frame_ms] * (steps - 1) + [4 * frame_ms]
-    frames[0].save(file, format="GIF", save_all=True, append_images=frames[1:], duration=holds, loop=0)
-    data = base64.b64encode(file.getvalue()).decode()
-    return f'<img alt="{html.escape(title)}" src="data:image/gif;base64,{data}"/>'
+    frames[0].save(file, format="PNG", save_all=True, append_images=frames[1:], duration=holds, loop=0)
+    return file.getvalue()

@@ -35,11 +35,13 @@ _shown: dict[str, Panel] = {}  # by name: a cell that runs again closes what it 
 class Panel:
     """Controls over what `draw(**positions)` returns: a Figure, or a string of HTML.
 
-    Showing a second panel of the same name closes the first, observers and all. twin: HTML that a reader without a
-    kernel sees in place of the first picture.
+    Showing a second panel of the same name closes the first, observers and all. twin: the PNG that a reader without a
+    kernel sees, where it is not the first picture.
     """
 
-    def __init__(self, name: str, draw: Callable[..., Figure | str], twin: str | None = None, **controls: Any) -> None:
+    def __init__(
+        self, name: str, draw: Callable[..., Figure | str], twin: bytes | None = None, **controls: Any
+    ) -> None:
         if name in _shown:
             _shown[name].close()
         _shown[name] = self
@@ -114,8 +116,7 @@ def run_stepper(run: Run, start: int = 1) -> Panel:
         return step_by_step.states_and_pool(run, step)
 
     steps = len(run.pools)
-    twin = step_by_step.moving(draw, steps, f"{steps} steps: the state of every request, and the pool beside it")
-    return Panel("run", draw, twin, step=_slider("step", 1, steps, start))
+    return Panel("run", draw, step_by_step.moving(draw, steps), step=_slider("step", 1, steps, start))
 
 
 def pool_explorer() -> Panel:
