@@ -120,7 +120,8 @@ def test_every_control_of_every_panel_reaches_its_ends(records):
 
 @pytest.mark.parametrize("make", [
     lambda: widgets.cure_chooser("crowd", 12), lambda: widgets.arrival_explorer(6), lambda: widgets.pools_explorer(6),
-], ids=["cure", "arrivals", "pools"])
+    widgets.budget_explorer,
+], ids=["cure", "arrivals", "pools", "budget"])
 def test_the_controls_of_a_service_reach_their_ends_and_have_a_static_twin(make):
     panel = make()
     assert "image/png" in panel._repr_mimebundle_()
@@ -142,6 +143,14 @@ def test_the_pools_say_whether_they_are_better_for_people():
     calm, noon = (explore_service.pools_at(2, rate, 120).get_suptitle() for rate in (8, 90))
     assert "times shorter with pools of 2 and 2" in calm.replace("\n", " ")
     assert "times longer with pools of 2 and 2" in noon.replace("\n", " ")
+
+
+def test_a_smaller_budget_shortens_the_longest_gap_and_delays_the_late_prompt():
+    runs = [explore_service.served_within(budget) for budget in (8196, 1024, 128)]
+    assert len({len(moments) for moments, *_ in runs}) == 1  # the same tokens, at other moments
+    longest, late = [max(gaps) for _, gaps, _ in runs], [ttft for *_, ttft in runs]
+    assert longest == sorted(longest, reverse=True) and late == sorted(late)
+    assert explore_service.budget_at(1024).get_suptitle().startswith("At most 1,024 tokens a step")
 
 
 def test_the_schedules_sentence_counts_the_rows_of_its_step(records):

@@ -159,6 +159,15 @@ def arrival_explorer(requests: int = 120) -> Panel:
     )
 
 
+def budget_explorer(start: int = 512) -> Panel:
+    """Four streams, a long prompt, and how many tokens a step may feed."""
+    return Panel(
+        "budget", explore_service.budget_at,
+        tokens_a_step=_control("SelectionSlider", start, "budget", options=[2**n for n in range(6, 14)],
+                               continuous_update=False, layout={"width": "60%"}),
+    )
+
+
 def pools_explorer(people: int = 200) -> Panel:
     """Four GPUs: how many are kept for people, and how many people come."""
     return Panel(
