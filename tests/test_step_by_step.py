@@ -89,7 +89,7 @@ def test_what_is_new_in_a_step_is_said(run):
     said = [step_by_step.what_happens(run, found, step) for step in range(1, len(run.pools) + 1)]
     assert said[0] == "requests 1 and 2 prefill, requests 3 and 4 queued"
     assert [step for step, text in enumerate(said, start=1) if "3 preempted" in text] == [13]
-    assert said[4] == "3 of 4 requests decode, 1 wait" and said[-1] == "request 4 finished"
+    assert said[4] == "3 of 4 requests decode, 1 waits" and said[-1] == "request 4 finished"
 
 
 def test_nothing_is_drawn_of_what_comes_after_a_step(run):

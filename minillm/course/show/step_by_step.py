@@ -203,7 +203,8 @@ def what_happens(run: Run, found: Sequence[Stretch], step: int) -> str:
                  for state, some in news.items() if some]:
         return ", ".join(parts)
     record = run.records.steps[step - 1]
-    return f"{record.kinds.count('decode')} of {len(last)} requests decode, {record.waiting} wait"
+    waiting = f", {record.waiting} wait{'s' * (record.waiting == 1)}" if record.waiting else ""
+    return f"{record.kinds.count('decode')} of {len(last)} requests decode{waiting}"
 
 
 def moving(draw: Callable[[int], Figure], steps: int, dpi: int = 72, frame_ms: int = 450) -> bytes:
