@@ -12,6 +12,7 @@ import nbformat
 import pytest
 from PIL import Image
 from test_widgets import is_png
+from tiny import tiny_model
 
 from minillm import Engine, SamplingParams
 from minillm.course.experiments.common import NoForward
@@ -82,6 +83,21 @@ def test_each_pool_is_that_of_its_step(run):
         numbers = plots.arrival_numbers(run.records)
         assert {holder for block in pool.blocks for holder in block.holders} == {numbers[id] for id in step.members}
     assert len({pool.blocks for pool in run.pools}) == len(run.pools)  # each step stores something
+
+
+def test_an_engine_that_launches_ahead_shows_the_same_steps():
+    """As on a GPU, where the next step is planned before the last one is reported."""
+    runs = []
+    for ahead in (False, True):
+        engine = Engine(tiny_model(), kv_format="fp32", prefix_cache=False, max_batch=3, max_step_tokens=64,
+                        kv_memory=10 * 16 * kv_bytes_per_token(tiny_model().config, "fp32"))
+        engine.runs_ahead = ahead
+        prompts = [[1 + (number + i) % 90 for i in range(length)] for number, length in enumerate(PROMPTS)]
+        params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in ANSWERS]
+        runs.append(step_by_step.watch(engine, prompts, params))
+    plain, ahead = runs
+    assert len(ahead.pools) == len(ahead.records.steps) and ahead.pools == plain.pools
+    assert stretches(ahead.records, "step") == stretches(plain.records, "step")
 
 
 def test_what_is_new_in_a_step_is_said(run):

@@ -142,7 +142,7 @@ def keys_of_states() -> list[Patch]:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended: its records, and how the pool stood at the end of each forward pass."""
+    """A run that has ended: its records, and how the pool stood in each step once its rows were computed."""
 
     records: Records
     pools: tuple[PoolSnapshot, ...]
@@ -151,24 +151,24 @@ class Run:
 def watch(engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Run:
     """Serve the prompts on an engine that has served none, and keep how its pool stood in every step.
 
-    It is read in the forward pass: when the step is over, a request that has ended holds nothing any more.
+    It is read when a step has been planned: once it is over, a request that has ended holds nothing any more.
     """
     for prompt, each in zip(prompts, params, strict=True):
         engine.add(prompt, each)
     pools: list[PoolSnapshot] = []
-    inner = engine.executor.run
+    begin_step = engine.begin_step
 
-    def run(plan):
-        outputs = inner(plan)
+    def begin_and_look():
+        plan, counts = begin_step()
         pools.append(pool_snapshot(engine, plan))
-        return outputs
+        return plan, counts
 
-    engine.executor.run = run
+    engine.begin_step = begin_and_look
     try:
         while engine.has_work:
             engine.step()
     finally:
-        del engine.executor.run
+        del engine.begin_step
     return Run(engine.records, tuple(pools))
 
 
