@@ -19,6 +19,7 @@ import jupytext
 import nbformat
 from nbformat import NotebookNode
 
+from minillm.course.glossary import link_glossary
 from minillm.course.grading.exercises import find, load_all
 from minillm.course.grading.notebook import FOLDED, stub_hash
 from minillm.course.grading.tasks import Exercise
@@ -48,6 +49,7 @@ def make_solution(exercise: Exercise, up: str = "../../") -> NotebookNode:
             metadata["minillm"] = {"stub": stub_hash(without_solution(cell.source, exercise.number))}
         cell.metadata = nbformat.from_dict(metadata)
         cell.id = name.replace("_", "-")
+    link_glossary(notebook, f"{up}notebooks/GLOSSARY.md")
     nbformat.validate(notebook)
     return notebook
 

@@ -3,7 +3,8 @@
 notebooks/src/NAME.py (jupytext's percent format) becomes notebooks/NAME.ipynb, is run from
 top to bottom in a fresh kernel, and is stored with its outputs. What would differ from run to run for
 no reason that a reader cares about (times, ids, versions, widget state) is left out, so that
-a diff of a notebook shows only what changed.
+a diff of a notebook shows only what changed. The links to the glossary are put in here, so that
+the sources stay easy to read.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import jupytext
 import nbformat
 from nbclient import NotebookClient
 from nbformat import NotebookNode
+
+from minillm.course.glossary import link_glossary
 
 FOLDER = Path(__file__).resolve().parent
 SOURCES = FOLDER / "src"
@@ -35,6 +38,7 @@ def convert(source: Path) -> NotebookNode:
     for i, cell in enumerate(notebook.cells):
         cell.id = f"cell-{i}"  # jupytext draws a new random id each time
         cell.metadata.pop("lines_to_next_cell", None)  # jupytext's own
+    link_glossary(notebook, "GLOSSARY.md")
     return notebook
 
 

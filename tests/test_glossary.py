@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import nbformat
 import pytest
 
-from minillm.course.glossary import EVERYDAY, link_first_uses, terms
+from minillm.course.glossary import EVERYDAY, link_first_uses, link_glossary, terms
 
-NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = ROOT / "notebooks"
 GLOSSARY = (NOTEBOOKS / "GLOSSARY.md").read_text(encoding="utf-8")
 LINK = re.compile(r"\[([^\]]*)\]\(G\)")
 
@@ -56,18 +58,44 @@ def test_a_page_that_has_its_links_gets_no_second_ones():
     assert linked(*once) == once and len(LINK.findall(" ".join(once))) == 6
 
 
-@pytest.mark.parametrize("page", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda page: page.stem)
-def test_on_a_page_no_row_is_linked_twice_and_nothing_else_is_changed(page):
-    texts = [cell.source for cell in nbformat.read(page, as_version=4).cells if cell.cell_type == "markdown"]
-    texts = [text.replace("](G)", "](g)") for text in texts]
-    found = linked(*texts)
-    assert [LINK.sub(r"\1", text) for text in found] == texts
-    rows, words = terms(GLOSSARY), [word for text in found for word in LINK.findall(text)]
-    known = {spelling.lower(): row for spelling, row in rows.items()}
+# -- the pages as they are stored ------------------------------------------------------------------
 
-    def row(word: str) -> str:
-        word = " ".join(word.lower().split())
-        return next(known[word.removesuffix(end)] for end in ("", "s", "es") if word.removesuffix(end) in known)
+PAGES = sorted([*NOTEBOOKS.glob("*.ipynb"), *ROOT.glob("exercises/*.ipynb"), *ROOT.glob("exercises/solutions/*.ipynb")])
 
-    assert linked(*found) == found
-    assert words and len({row(word) for word in words}) == len(words)
+
+def texts_of(page: Path) -> list[str]:
+    return [cell.source for cell in nbformat.read(page, as_version=4).cells if cell.cell_type == "markdown"]
+
+
+def address_from(page: Path) -> str:
+    return Path(os.path.relpath(NOTEBOOKS / "GLOSSARY.md", page.parent)).as_posix()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_the_first_use_of_each_term_on_a_page_is_linked_and_no_later_one(page):
+    texts, address = texts_of(page), address_from(page)
+    link = re.compile(rf"\[([^\]]*)\]\({re.escape(address)}\)")
+    words = [word for text in texts for word in link.findall(text)]
+    bare = [link.sub(r"\1", text) for text in texts]
+    assert link_first_uses(bare, GLOSSARY, address) == texts, "run: python notebooks/build.py, or exercises/build.py"
+    rows = [row_of(word) for word in words]
+    assert rows and len(set(rows)) == len(rows)
+
+
+def row_of(word: str) -> str:
+    """The row of the glossary that explains a word, as it is spelled on a page."""
+    known = {spelling.lower(): row for spelling, row in terms(GLOSSARY).items()}
+    word = " ".join(word.lower().split())
+    return next(known[word.removesuffix(end)] for end in ("", "s", "es") if word.removesuffix(end) in known)
+
+
+def test_a_page_gets_its_links_in_its_markdown_cells():
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text) for text in ("# Page", "A block.")])
+    link_glossary(notebook, "GLOSSARY.md")
+    assert [cell.source for cell in notebook.cells] == ["# Page", "A [block](GLOSSARY.md)."]
+
+
+def test_the_sources_carry_no_links_to_the_glossary():
+    """They are put in when a page is made, so that a source reads as it was written."""
+    sources = [*NOTEBOOKS.glob("src/*.py"), *ROOT.glob("exercises/src/*.py")]
+    assert sources and not [path.name for path in sources if "GLOSSARY.md)" in path.read_text(encoding="utf-8")]

@@ -15,6 +15,8 @@ import pytest
 from nbformat import NotebookNode
 from test_package import LOCAL_PATH
 
+from minillm.course.show.tables import text_table
+
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 CHECK = "# NBVAL_CHECK_OUTPUT"
@@ -66,6 +68,19 @@ def faults(notebook: NotebookNode) -> list[str]:
     return found
 
 
+MOST_COLUMNS = 6  # of a printed table: more are a plot, or columns too many
+
+
+def page_faults(notebook: NotebookNode) -> list[str]:
+    """What a reader meets too much of on one page."""
+    texts = [outputs_text(cell) for cell in notebook.cells if cell.cell_type == "code"]
+    rules = [line for text in texts for line in text.splitlines() if re.fullmatch(r"-+(  -+)+", line)]
+    found = [f"a table has {columns} columns" for line in rules if (columns := len(line.split())) > MOST_COLUMNS]
+    if (said := sum(text.count("No GPU run is recorded") for text in texts)) > 1:
+        found.append(f"it says {said} times that no GPU run is recorded")
+    return found
+
+
 # --- the notebooks that we ship ---------------------------------------------------------------------------------
 
 
@@ -86,7 +101,8 @@ def test_notebook_is_what_its_source_says(name):
 def test_notebook_is_stored_well(name):
     path = FOLDER / f"{name}.ipynb"
     assert path.stat().st_size < MAX_BYTES
-    assert not (found := faults(nbformat.read(path, as_version=4))), "\n".join(found)
+    notebook = nbformat.read(path, as_version=4)
+    assert not (found := faults(notebook) + page_faults(notebook)), "\n".join(found)
 
 
 PARTS = ("**You will learn**", "guess", "show_source(")  # somewhere on each page
@@ -150,6 +166,17 @@ def test_a_guess_that_is_never_revealed_is_found():
 
 
 # --- and these tests, and nbval, can fail -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("columns", "runs", "found"), [
+    (6, 1, []), (7, 0, ["a table has 7 columns"]), (2, 2, ["it says 2 times that no GPU run is recorded"]),
+])
+def test_a_table_that_is_too_wide_and_a_line_said_twice_are_found(columns, runs, found):
+    table = text_table([dict.fromkeys(map(str, range(columns)), 1)], {str(i): str(i) for i in range(columns)})
+    texts = [table, *["No GPU run is recorded yet for B1."] * runs]
+    cells = [nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("stream", text=text)]) for text in texts]
+    assert page_faults(nbformat.v4.new_notebook(cells=cells)) == found
+
 
 SOURCE = """\
 # %% [markdown]

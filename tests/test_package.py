@@ -77,8 +77,9 @@ def test_every_import_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = sum(project["optional-dependencies"].values(), project["dependencies"])
     names = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in declared}
-    # torch's CUDA builds bring triton; ipywidgets brings IPython and traitlets.
+    # torch's CUDA builds bring triton; ipywidgets brings IPython and traitlets; PIL is pillow.
     known = set(sys.stdlib_module_names) | names | {"minillm", "triton", "IPython", "traitlets"}
+    known |= {"PIL"} if "pillow" in names else set()
     for path in modules():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             for name in imported_by(node):

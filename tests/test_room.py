@@ -207,7 +207,7 @@ def test_a_page_that_installs_in_another_way_is_refused(folder, tmp_path):
     source = 'if importlib.util.find_spec("minillm") is None:\n    subprocess.run(["pip", "install", "minillm"])'
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)]), page)
     with pytest.raises(RuntimeError, match="99_new.ipynb installs minillm in a way"):
-        kit.without_outputs(page, "")
+        kit.without_outputs(page)
 
 
 def test_every_page_of_a_kit_links_terms_to_the_glossary(folder):

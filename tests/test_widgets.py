@@ -120,7 +120,8 @@ def test_every_control_of_every_panel_reaches_its_ends(records):
 
 @pytest.mark.parametrize("make", [
     lambda: widgets.cure_chooser("crowd", 12), lambda: widgets.arrival_explorer(6), lambda: widgets.pools_explorer(6),
-], ids=["cure", "arrivals", "pools"])
+    widgets.budget_explorer,
+], ids=["cure", "arrivals", "pools", "budget"])
 def test_the_controls_of_a_service_reach_their_ends_and_have_a_static_twin(make):
     panel = make()
     assert "image/png" in panel._repr_mimebundle_()
@@ -142,6 +143,14 @@ def test_the_pools_say_whether_they_are_better_for_people():
     calm, noon = (explore_service.pools_at(2, rate, 120).get_suptitle() for rate in (8, 90))
     assert "times shorter with pools of 2 and 2" in calm.replace("\n", " ")
     assert "times longer with pools of 2 and 2" in noon.replace("\n", " ")
+
+
+def test_a_smaller_budget_shortens_the_longest_gap_and_delays_the_late_prompt():
+    runs = [explore_service.served_within(budget) for budget in (8196, 1024, 128)]
+    assert len({len(moments) for moments, *_ in runs}) == 1  # the same tokens, at other moments
+    longest, late = [max(gaps) for _, gaps, _ in runs], [ttft for *_, ttft in runs]
+    assert longest == sorted(longest, reverse=True) and late == sorted(late)
+    assert explore_service.budget_at(1024).get_suptitle().startswith("At most 1,024 tokens a step")
 
 
 def test_the_schedules_sentence_counts_the_rows_of_its_step(records):
@@ -176,6 +185,32 @@ def test_what_does_not_fit_is_said_and_what_is_unknown_is_refused():
     explore.capacity_at("t4", "llama-3-70b", 4096, "int8")  # a sentence, not an error
     with pytest.raises(ValueError, match="unknown device 'abacus'; known: a100-80gb"):
         explore.explore_capacity("abacus", "llama-3-8b", 4096, "int8")
+
+
+def step_costs() -> list[dict]:
+    """Measured costs, as if: a draft adds a tenth of a plain step at batch 1, and a whole one at batch 8."""
+    return [{"part": "step cost", "batch": batch, "k": k, "times_plain": 1 + each * k}
+            for batch, each in ((1, 0.1), (8, 1.0)) for k in (0, 2, 4)]
+
+
+def test_what_drafts_promise_is_tokens_a_round_over_the_cost_of_the_step():
+    costs = step_costs()
+    assert explore.promise(costs, 0.5, 1) == pytest.approx({0: 1, 2: 1.75 / 1.2, 4: 1.9375 / 1.4})
+    assert max(explore.promise(costs, 1.0, 8).values()) == 1.0  # a full batch gains nothing, however good the drafts
+    said = [explore.drafts_at(costs, a, batch).get_suptitle().replace("\n", " ") for a, batch in
+            ((0.5, 1), (1.0, 1), (0.9, 8))]
+    assert said[0].endswith("k = 2 is best, 1.46 times plain decoding")
+    assert "k = 4 is best, 3.57 times" in said[1] and said[2].endswith("no draft pays")
+
+
+def test_acceptance_and_batch_reach_their_ends_and_have_a_static_twin():
+    panel = widgets.acceptance_explorer(step_costs(), batch=8)
+    assert "image/png" in panel._repr_mimebundle_()
+    for control in panel.controls.values():
+        for value in (ends(control)[0], ends(control)[-1]):
+            control.value = value
+            assert is_png(panel)
+    panel.close()
 
 
 # -- drafts -------------------------------------------------------------------------------------------------------

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
+
+GLOSSARY = Path(__file__).resolve().parents[2] / "notebooks/GLOSSARY.md"
 
 # What holds no prose: code, formulas, links, headings, rows of a table, HTML, addresses.
 SKIPPED = r"```.*?```|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]+\$|!?\[[^\]]*\]\([^)]*\)|^ *[#|][^\n]*$|<[^>\n]+>|https?://\S+"
@@ -44,3 +47,11 @@ def link_first_uses(texts: Sequence[str], glossary: str, address: str) -> list[s
     term = rf"(?<![\w-])(?i:(?P<term>{either}))(?:s|es)?(?![\w-])"
     pattern = re.compile(f"{there}|{SKIPPED}|{term}", re.DOTALL | re.MULTILINE)
     return [pattern.sub(link, text) for text in texts]
+
+
+def link_glossary(notebook, address: str) -> None:
+    """Link the terms in a notebook's Markdown cells, in place; `address` leads from the notebook to the glossary."""
+    prose = [cell for cell in notebook.cells if cell.cell_type == "markdown"]
+    glossary = GLOSSARY.read_text(encoding="utf-8")
+    for cell, text in zip(prose, link_first_uses([cell.source for cell in prose], glossary, address), strict=True):
+        cell.source = text

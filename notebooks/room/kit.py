@@ -29,7 +29,6 @@ from pathlib import Path
 import nbformat
 from packaging.requirements import Requirement
 
-from minillm.course.glossary import link_first_uses
 from minillm.course.grading.handout import without_solutions
 from minillm.load.source import REQUIREMENT
 
@@ -105,7 +104,7 @@ def download(wheels: Path, platform: str, python: str) -> bool:
 
 
 def for_the_room(kit: Path) -> None:
-    """Make the copied pages those of a kit: no outputs, links that stay inside, terms linked to the glossary.
+    """Make the copied pages those of a kit: no outputs, links that stay inside.
 
     Raises RuntimeError for a page that would install from a checkout in a way that IN_THE_KIT does not know.
     """
@@ -113,7 +112,7 @@ def for_the_room(kit: Path) -> None:
         edit(kit / name, lambda text, heading=heading: text.partition(heading)[0].rstrip() + "\n")
     notebooks, texts = sorted(kit.glob("*/[0-9]*.ipynb")), sorted([*kit.glob("*.md"), *kit.glob("*/*.md")])
     for page in notebooks:
-        without_outputs(page, (kit / "notebooks/GLOSSARY.md").read_text(encoding="utf-8"))
+        without_outputs(page)
     take_over_sections(kit, "\n".join(page.read_text(encoding="utf-8") for page in [*notebooks, *texts]))
     for page in texts:
         edit(page, lambda text, page=page: linked_inside(text, page, kit))
@@ -121,7 +120,7 @@ def for_the_room(kit: Path) -> None:
         edit_cells(page, lambda text, page=page: linked_inside(text, page, kit))
 
 
-def without_outputs(page: Path, glossary: str) -> None:
+def without_outputs(page: Path) -> None:
     """A notebook as it is before its first run, in the kit's words."""
     notebook = nbformat.read(page, as_version=4)
     for cell in notebook.cells:
@@ -131,10 +130,6 @@ def without_outputs(page: Path, glossary: str) -> None:
             cell.outputs, cell.execution_count = [], None
             if 'find_spec("minillm")' in cell.source and "../install.py" not in cell.source:
                 raise RuntimeError(f"{page.name} installs minillm in a way that IN_THE_KIT in kit.py does not know")
-    prose = [cell for cell in notebook.cells if cell.cell_type == "markdown"]
-    way = "GLOSSARY.md" if page.parent.name == "notebooks" else "../notebooks/GLOSSARY.md"
-    for cell, text in zip(prose, link_first_uses([cell.source for cell in prose], glossary, way), strict=True):
-        cell.source = text
     nbformat.write(notebook, page)
 
 

@@ -381,30 +381,10 @@ plots.knee_curve(by_clients.rows)
 print(recorded("knee", CLIENTS))
 
 # %% [markdown]
-# ## Two figures for eight rows
-#
-# Eight rows stand in two tables of this page, each beside one row, and the factors differ. By how much could each have
-# come out otherwise? Its range goes from the slowest turn of eight over the fastest of one to the reverse:
-
-# %%
-def times_and_range(eight, one):
-    ends = (("", ""), ("_min", "_max"), ("_max", "_min"))
-    return [eight[f"tokens_per_s{a}"] / one[f"tokens_per_s{b}"] for a, b in ends]  # median, least, most
-
-
-eight_clients = next(row for row in by_clients.rows if row["clients"] == 8)
-rows_side, clients_side = times_and_range(eight, by_rows.rows[0]), times_and_range(eight_clients, by_clients.rows[0])
-print("8 rows that all decode: {:.2f} ({:.2f} to {:.2f}) times the tokens/s of one row".format(*rows_side))
-print("8 clients of a service: {:.2f} ({:.2f} to {:.2f}) times those of one client".format(*clients_side),
-      f"with {eight_clients['mean_rows']:.2f} rows on average")
-apart = rows_side[1] > clients_side[2] or clients_side[1] > rows_side[2]
-print("the ranges do not overlap: it is not noise" if apart else "the ranges overlap: noise alone could explain it")
-
-# %% [markdown]
-# They do measure different things. In the first table eight rows decode at every step. In the second, clients ask again
-# when they are answered: a prompt takes part of a step, and at the start and the end of a run there are fewer than
-# eight rows. And the tables were made minutes apart, while the speed of a shared machine moves. So compare what stands
-# in one table, where the set-ups took turns, and believe a difference only if it is larger than the ranges.
+# Eight clients are not the eight rows of the first table: a prompt takes part of a step, and at the start and the end
+# of a run there are fewer than eight rows. And the two tables were made minutes apart, while the speed of a shared
+# machine moves. So compare what stands in one table, where the set-ups took turns, and believe a difference only if it
+# is larger than its range.
 #
 # ## Where it loses: real questions
 #

@@ -498,6 +498,16 @@ drawings.gaps(
 # its last tokens look back over all chunks before, so the late request's own first token comes no sooner, often
 # later. The last column of the table says by how much here.
 #
+# Choose a budget yourself, on an A100 under an 8B model. That is **virtual time**: the real scheduler, with steps as
+# long as a data sheet says. With a running kernel the slider moves: from which budget on does a smaller one no longer
+# shorten the gaps, and only delays the late request?
+
+# %%
+from minillm.course.show.widgets import budget_explorer
+
+budget_explorer()
+
+# %% [markdown]
 # ## Where it loses
 #
 # When all answers have one length, there is nothing to win: the batch empties as a whole in both policies.

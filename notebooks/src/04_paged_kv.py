@@ -575,10 +575,22 @@ for name, blocks, shares in (("room for all", 64, False), ("eleven", 11, False),
 
 # %%
 reveal("tokens computed again", runs["eleven"][1].totals["recomputed_tokens"])
-plots.slot_timeline(
-    {name: records for name, (_, records) in runs.items() if "cache" not in name}, unit="step",
-    title="In eleven blocks the youngest request is sent away, and computes its text again when it returns",
-)
+
+# %% [markdown]
+# Watch it happen: four requests, three rows, ten blocks, and steps of at most 64 tokens. A step of your run shows the
+# state of every request up to then and, beside it, the blocks that each holds. Which request gives its blocks back,
+# which ones take them, and when does it come back? (Without a kernel the steps run by themselves; with one a slider
+# moves them.)
+
+# %%
+from minillm.course.show import step_by_step
+from minillm.course.show.widgets import run_stepper
+
+four = [tokenizer.chat(text) for text in CHAT_PROMPTS[:4]]
+params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in (14, 16, 14, 6)]
+engine = Engine(model, kv_memory=10 * BLOCK * TOKEN_BYTES, prefix_cache=False, max_batch=3, max_step_tokens=64)
+run = step_by_step.watch(engine, four, params)
+run_stepper(run, start=13)
 
 # %% [markdown]
 # With the prefix cache, blocks that a preempted request gave back are still known until they are taken. What

@@ -366,15 +366,11 @@ for row in quality:
 # *Greedy agrees* is how much of an answer is the same until the first difference.
 
 # %%
-def quality_tables(experiment, key, tables):
-    """The two of an experiment's tables that this page talks of, with fewer columns."""
-    texts, _, abilities = tables
-    shown = (key, "change_percent", "change_error_percent", "same_first_choice_percent", "greedy_agree_percent")
-    few = {column: title for column, title in texts.items() if column in shown}
-    print(recorded(experiment, few), recorded(experiment, abilities), sep="\n\n")
-
-
-quality_tables("kv_quality", "scheme", formats.KV_TABLES)
+texts, _, abilities = formats.KV_TABLES
+shown = "scheme", "change_percent", "change_error_percent", "same_first_choice_percent", "greedy_agree_percent"
+few = {column: title for column, title in texts.items() if column in shown}
+tasks = {column: title for column, title in abilities.items() if not column.startswith("copying")}
+print(recorded("kv_quality", few), recorded("kv_quality", tasks), sep="\n\n")
 
 # %% [markdown]
 # ## The damage is uneven
@@ -472,16 +468,13 @@ one_row = next(row for row in speed.rows if (row["weights"], row["rows"]) == ("i
 reveal("a step of one row with int8 weights, times as fast", one_row["times_faster"])
 
 # %%
-print(recorded("weight_speed", SPEED))
-
-# %%
-quality_tables("weight_quality", "weights", formats.WEIGHT_TABLES)
+PRICE = {"weights": "weights", "read_mb": "MB read a step", "change_percent": "perplexity, change %",
+         "change_error_percent": "+-"}
+print(recorded("weight_speed", SPEED), recorded("weight_quality", PRICE), sep="\n\n")
 
 # %% [markdown]
-# Speed has its price: see the change in per cent. And read the quality of *weights* with care. The default checkpoint
-# was itself stored in 4 bits once, in groups of 32: its weights take only 16 values in each. We use groups of 64, so
-# that int4 is not lossless, but such weights are still kinder to 4 bits than those of a model that never was quantised.
-# In the checkpoint's own groups of 32 nothing is lost at all: not one logit differs. The verdicts below on weights are
+# Speed has its price: see the change in per cent, and read it with care. The default checkpoint was itself stored in 4
+# bits once, so its weights are kinder to 4 bits than those of a model that never was. The verdicts below on weights are
 # verdicts on this checkpoint.
 #
 # ## Claims of the ledger that this page settles

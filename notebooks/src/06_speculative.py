@@ -359,8 +359,8 @@ table = [
 ]
 table += [bench.row("chat", "drafter", 1, batch, costs) for batch in batches]  # one surer draft
 table += [bench.row("chat", "drafter", "adaptive", batch, costs) for batch in batches[-1:]]
-SPEEDS = {"prompts": "prompts", "drafts": "drafts", "k": "k", "batch": "batch", "tokens_per_round": "tokens a round",
-          "speedup": "times plain", "predicted": "predicted"}
+SPEEDS = {"prompts": "prompts", "drafts": "drafts", "k": "k", "batch": "batch", "speedup": "times plain",
+          "predicted": "predicted"}
 print(text_table(table, SPEEDS))
 alone = {row["prompts"]: row["speedup"] for row in table if (row["drafts"], row["batch"]) == ("n-gram", 1)}
 reveal("times as fast, n-gram on quoted text, one request", alone["copy"])
@@ -431,16 +431,13 @@ print("every run gave plain decoding's tokens:", all(row["same_tokens"] for row 
 
 # %% [markdown]
 # What would a better drafter buy? That takes no run: the tokens of a round follow from its acceptance $a$ by the sum of
-# the prediction, and the costs of a step were measured above. No drafter made these curves.
+# the prediction, and the costs of a step were measured above. With a running kernel the controls move: from which
+# acceptance on do drafts pay in the largest batch, and how many of them? No drafter made these curves.
 
 # %%
-dials = (0.5, 0.7, 0.9)
-promised = {f"a = {dial:g}": (list(batches), [
-    speculation.predict(costs, batch, 4, speculation.expected_tokens(dial, 4)) for batch in batches]) for dial in dials}
-plots.curves(
-    promised, "Computed from the step costs above: what four drafts would buy if each were right with chance a",
-    "requests in the batch", "speed-up over plain decoding", log_x=True, level=("plain decoding", 1.0),
-)
+from minillm.course.show.widgets import acceptance_explorer
+
+acceptance_explorer(costs, batch=batches[-1])
 
 # %% [markdown]
 # On other devices:

@@ -32,13 +32,14 @@ from minillm import metrics
 from minillm.course.experiments import limits, service
 from minillm.course.figures import flat
 from minillm.course.setting import Setting
-from minillm.course.show import service_plots
+from minillm.course.show import service_plots, step_by_step
 from minillm.course.show.guesses import guess, guesses, reveal
 from minillm.course.show.live import progress
 from minillm.course.show.recorded import ledger, recorded
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
 from minillm.course.show.widgets import arrival_explorer
+from minillm.ladder.quantized import kv_bytes_per_token
 from minillm.measure.measurement import device_name
 from minillm.measure.virtual import CostModel, virtual_engine
 from minillm.measure.workload import WorkItem, chat, play
@@ -86,6 +87,32 @@ for figure, seconds in seen.items():
 
 # %% [markdown]
 # Most of the second one's time to the first token is queue. No faster prefill would help it much.
+#
+# Until it has finished, a request is in one of four states: queued, in prefill, decoding, or preempted (chapter 4: it
+# gave its blocks back, waits, and then computes again what it had). Three requests in two rows, in a pool of six blocks
+# of four tokens; the steps take a second again. Which of the times above show that a request was preempted?
+
+# %%
+# NBVAL_CHECK_OUTPUT
+pool_bytes = 6 * 4 * kv_bytes_per_token(llama, "bf16")
+engine = virtual_engine(second_a_step, max_batch=2, block_size=4, kv_memory=pool_bytes, prefix_cache=False)
+for first, length in ((10, 8), (20, 8), (30, 3)):
+    engine.add([*range(first, first + 7)], minillm.SamplingParams(max_tokens=length, ignore_eos=True))
+while engine.has_work:
+    engine.step()
+waits = {record.request_id: metrics.step_gaps(record)[0].tolist() for record in engine.records.requests}
+for record in engine.records.requests:
+    print(f"{record.request_id}: queue {record.first_scheduled - record.arrival:.0f} s, "
+          f"ITL {waits[record.request_id]} s, preempted {record.preemptions} times")
+
+# %%
+longest = max(map(max, waits.values()))
+step_by_step.request_states(
+    engine.records, f"The reader of a preempted request waits {longest:.0f} s for a token where a step takes 1 s")
+
+# %% [markdown]
+# Only the ITL shows it, and of that only the tail: neither the time to the first token nor the p50 of the gaps has
+# changed.
 #
 # ## Build
 #
@@ -166,7 +193,7 @@ service_plots.request_lives(list(runs.values())[-1])
 service_plots.latency_distributions({name: records.requests for name, records in runs.items()})
 
 # %% [markdown]
-# Right: most gaps have the length of a decode step; the tail is the steps in which somebody else's prompt was read.
+# Right: most gaps have the length of a decode step; the tail is the steps in which another request's prompt was read.
 #
 # ## What the operator sees
 #
@@ -228,9 +255,9 @@ reveal("requests present in the closed loop", closed["mean_present"])
 # %% [markdown]
 # ## Where it loses: the load test that does not see
 #
-# Somebody sends a prompt of 60,000 tokens, and this server reads it in one step (no chunks; chapter 3). Everybody
-# stands still for seconds. We serve the same chats around it twice, in a closed loop of eight clients and in an open
-# loop at the same rate, in virtual time.
+# A client sends a prompt of 60,000 tokens, and this server reads it in one step (no chunks; chapter 3). All other
+# requests stand still for seconds. We serve the same chats around it twice, in a closed loop of eight clients and in an
+# open loop at the same rate, in virtual time.
 #
 # How many times the closed loop's p90 of the time to first token is the open loop's? Less than one, if you expect it to
 # be shorter.

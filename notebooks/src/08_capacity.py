@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 8 · Capacity
 #
-# How many people can one GPU talk to at once? The weights take their part of the memory once. What is left holds
+# How many people can one GPU serve concurrently? The weights take their part of the memory once. What is left holds
 # keys and values, and these grow with every person and every token. So the cache *is* the capacity.
 #
 # **You will learn**
@@ -53,9 +53,9 @@ llama = ModelConfig.preset("llama-3.1-8b")
 # ## Predict
 #
 # A GPU has 80 GB (10⁹ bytes each). A model of 8 billion weights takes 16 GB in 16 bits. Activations, workspaces and the
-# runtime take 4 GB. Everybody has a context of 4,096 tokens, and Llama-3.1-8B keeps 131,072 bytes a token.
+# runtime take 4 GB. Each request has a context of 4,096 tokens, and Llama-3.1-8B keeps 131,072 bytes a token.
 #
-# How many people at once? Write it down. And how many with 8 bits per key and value?
+# How many requests concurrently? Write it down. And how many with 8 bits per key and value?
 
 # %%
 guess("requests with 16 bits", None)
@@ -107,8 +107,8 @@ for kv_format in ("fp32", "bf16", "fp8", "int8", "int4"):
 # %% [markdown]
 # ## Does the scheduler agree?
 #
-# 256 people arrive at once at the engine of chapters 2 to 4, with a pool of 60 GB. The forward pass is left out, so
-# no such memory is needed; scheduler, pool and block tables are the real ones. How many does it run at once?
+# 256 requests arrive together at the engine of chapters 2 to 4, with a pool of 60 GB. The forward pass is left out, so
+# no such memory is needed; scheduler, pool and block tables are the real ones. How many does it run concurrently?
 
 # %%
 show_source(service.fill)
@@ -265,7 +265,7 @@ print("a GPU utilisation gauge would have said over 95 % each time:", all(row["b
 #
 # ## One request that cannot run
 #
-# A request that is longer than everything is refused at once, with the numbers that clash. The engine computes this
+# A request that is longer than everything is refused immediately, with the numbers that clash. The engine computes this
 # before anything is queued.
 
 # %%

@@ -41,7 +41,6 @@ from minillm.course.show.recorded import ledger, recorded
 from minillm.course.show.source import show_source
 from minillm.course.show.tables import text_table
 from minillm.course.show.widgets import pools_explorer
-from minillm.measure import fleet
 from minillm.measure.capacity import GB
 from minillm.measure.measurement import MEASUREMENTS, Measurement
 from minillm.measure.service import Service
@@ -103,9 +102,6 @@ guess("rows allowed for the shortest p99 of the ITL", None)
 guess("rows allowed for the shortest p50 of the latency", None)
 
 # %%
-show_source(Service.serve)
-
-# %%
 clients = 48 if QUICK else 96
 asked = lognormal(0.5, 2 * clients, 48, 256)
 limits = [{"max_batch": most, **service_row(replace(a100, max_batch=most).serve(asked, clients), *service.FIGURES)}
@@ -152,7 +148,7 @@ guess("people's p99 TTFT, pools over mixed, times", None)
 guess("time until the jobs are done, pools over mixed, times", None)
 
 # %%
-show_source(service.two_kinds, service.in_pools, fleet.serve)
+show_source(service.in_pools)
 
 # %%
 people, jobs = (60, 40) if QUICK else (160, 120)
@@ -165,14 +161,6 @@ reveal("people's p99 TTFT, pools over mixed, times", apart["ttft_p99_s"] / mixed
 reveal("time until the jobs are done, pools over mixed, times", apart["jobs_done_s"] / mixed["jobs_done_s"])
 
 # %%
-service_plots.side_by_side(
-    pooled, "setup", {"ttft_p99_s": "people: TTFT p99, s", "latency_p99_s": "people: latency p99, s",
-                      "jobs_done_s": "jobs done after, s"},
-    f"Pools cut the p99 of people's first token from {mixed['ttft_p99_s']:.2g} to {apart['ttft_p99_s']:.2g} s; "
-    f"the jobs take {apart['jobs_done_s'] / mixed['jobs_done_s']:.2f} times as long",
-)
-
-# %%
 # NBVAL_CHECK_OUTPUT
 print("pools: people's p99 TTFT is less than a fifth:", apart["ttft_p99_s"] < mixed["ttft_p99_s"] / 5)
 print("pools: the jobs are done later:", apart["jobs_done_s"] > mixed["jobs_done_s"])
@@ -181,7 +169,7 @@ print("tokens/s are the same within a tenth, though the jobs take longer:",
 
 # %% [markdown]
 # In the mixed pool a person's request waits after the long prompts that were there first. A separate pool shortens the
-# tail by leaving hardware idle: when few people are there, their two GPUs help nobody.
+# tail by leaving hardware idle: when few people are there, their two GPUs do nothing.
 #
 # The jobs take longer, and yet the tokens per second hardly change. The arrivals set the length of the run: people come
 # at the same moments in both set-ups, the last of them after the jobs are done, and the same tokens are divided by
@@ -215,7 +203,7 @@ pools_explorer(40 if QUICK else 200)
 # %% [markdown]
 # ## Caps
 #
-# Somebody allows answers of 8,000 tokens, "to be safe". Most end long before. The server has 12 GB for its cache. What
+# A service allows answers of 8,000 tokens, "to be safe". Most end long before. The server has 12 GB for its cache. What
 # does a cap of 400 do for the p99 of the latency, and for the p99 of the *time to first token*? One of the two is easy
 # to see. Guess the other. And does it matter whether the cache is kept as slots or as pages?
 
@@ -240,7 +228,7 @@ print("slots: a shorter p99 latency, and a shorter p99 to the first token:",
 print("pages: under the loose cap already a larger batch than slots:", paged_loose["mean_rows"] > loose["mean_rows"])
 
 # %% [markdown]
-# A slot reserves for the cap. A lower cap makes smaller slots, so more requests run, and nobody waits for a slot. With
+# A slot reserves for the cap. A lower cap makes smaller slots, so more requests run, and none waits for a slot. With
 # pages the reservation is gone, and a cap works only on answers that are really longer.
 #
 # A cap cuts answers off. That is its price, and no figure here shows it.
@@ -248,8 +236,8 @@ print("pages: under the loose cap already a larger batch than slots:", paged_loo
 # ## Admission
 #
 # More requests come than one GPU can serve. Either they all queue, or a request that finds eight in the queue is told
-# at once to come again. Nobody gets more done. But who is served is served in time. Predict: what share is refused, and
-# what does the p99 to the first token fall to?
+# immediately to come again. The GPU does no more work. But a request that is served is served in time. Predict: what
+# share is refused, and what does the p99 to the first token fall to?
 
 # %%
 guess("share refused, 0 to 1", None)
@@ -266,14 +254,11 @@ reveal("share refused, 0 to 1", doors[-1]["refused_share"])
 reveal("p99 TTFT with a bounded queue, s", doors[-1]["ttft_p99_s"])
 
 # %%
-service_plots.over_time({row["door"]: row["records"] for row in doors})
-
-# %%
 # NBVAL_CHECK_OUTPUT
-everybody, bounded = doors
+unbounded, bounded = doors
 print("with a bounded queue the p99 to the first token is less than half:",
-      bounded["ttft_p99_s"] < everybody["ttft_p99_s"] / 2)
-print("some were refused:", bounded["refused"] > 0, "and none without a bound:", everybody["refused"] == 0)
+      bounded["ttft_p99_s"] < unbounded["ttft_p99_s"] / 2)
+print("some were refused:", bounded["refused"] > 0, "and none without a bound:", unbounded["refused"] == 0)
 
 # %% [markdown]
 # ## Prefix caching
@@ -298,7 +283,7 @@ print("the p50 to the first token is less than a third:", cached["ttft_p50_s"] <
 print("other people's tokens come evenly too, p99 less than half:", cached["itl_p99_ms"] < again["itl_p99_ms"] / 2)
 
 # %% [markdown]
-# The prompt's work has left the queue. It left it for everybody: a request with a prompt of its own would have stood
+# The prompt's work has left the queue. It left it for all: a request with a prompt of its own would have stood
 # in the same line.
 #
 # ## Prompts here, answers there
@@ -311,13 +296,7 @@ guess("p99 TTFT, apart over both on both, times", None)
 guess("p99 ITL, apart over both on both, times", None)
 
 # %%
-show_source(fleet.serve_disaggregated)
-
-# %%
 split = service.disaggregation(setting)
-SPLIT = {"layout": "prompts and answers", "ttft_p50_s": "TTFT p50, s", "ttft_p99_s": "TTFT p99, s",
-         "itl_p50_ms": "ITL p50, ms", "itl_p99_ms": "ITL p99, ms", "tokens_per_s": "tokens/s"}
-print(text_table(split.rows, SPLIT))
 both, by_phase = split.rows
 reveal("p99 TTFT, apart over both on both, times", by_phase["ttft_p99_s"] / both["ttft_p99_s"])
 reveal("p99 ITL, apart over both on both, times", by_phase["itl_p99_ms"] / both["itl_p99_ms"])

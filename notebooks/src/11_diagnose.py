@@ -366,7 +366,7 @@ guesses()  # yours, the nearest first
 #
 # [Exercise 11](../exercises/11_sick_servers.ipynb) hands you runs of services that are not on this page, and asks for
 # the cause; in [exercise 10](../exercises/10_latencies.ipynb) you write the figures that give it away. Before you go
-# there, make a case of your own: take one of the services, break something, and give the plots to somebody else.
+# there, make a case of your own: take one of the services, break something, and give the plots to a colleague.
 
 # %%
 crowd_case = CASES["crowd"]

@@ -66,8 +66,8 @@ except LookupError as error:
 # - **Static batching** exists here to be measured against. Neither engine offers it.
 # - **Virtual time** (`measure/virtual.py`) is a teaching tool. The nearest thing elsewhere is a simulator, such as
 #   Vidur.
-# - **The hidden end** of an answer (`SamplingParams.stop_after`) lets a workload have lengths that nobody knows.
-#   Benchmarks elsewhere fix the lengths and set `ignore_eos`.
+# - **The hidden end** of an answer (`SamplingParams.stop_after`) lets a workload have lengths that are not known
+#   beforehand. Benchmarks elsewhere fix the lengths and set `ignore_eos`.
 #
 # And much that they have is not here: several GPUs for one model, guided decoding, adapters, images, quantised weights
 # from checkpoints.

@@ -2,7 +2,7 @@
 # # 13 · Lab: a live server
 #
 # Until now the engine and its load were in one program. Here they are apart: `minillm serve` is the engine of this
-# course behind OpenAI's API, and whoever speaks HTTP can load it. You start it from this page, read its stream and its
+# course behind OpenAI's API, and any HTTP client can load it. You start it from this page, read its stream and its
 # metrics, find its knee, fill its queue, hang up on it, and set what the clients saw beside what the engine wrote down.
 #
 # **You will learn**
@@ -172,8 +172,8 @@ OPEN = {"load": "load", "answered": "answered", "refused": "refused", "tokens_pe
 print(text_table([open_loop(share) for share in (0.9, 1.5)], OPEN))
 
 # %% [markdown]
-# Above its capacity a queue without a bound only grows. This one is bounded, so some requests are refused at once, and
-# those that are taken still get their first token in time. That is admission control (chapter 9), live.
+# Above its capacity a queue without a bound only grows. This one is bounded, so some requests are refused immediately,
+# and those that are taken still get their first token in time. That is admission control (chapter 9), live.
 #
 # ## Fill the queue
 #
@@ -253,11 +253,11 @@ print("the client waited at least as long as the engine says:", sides[0]["latenc
 guesses()
 
 # %% [markdown]
-# ## Somebody else's client
+# ## Another project's client
 #
 # A figure that two programs by different people agree on is worth more than one. `make clients` lets GuideLLM load this
 # server and compares what it saw with the engine's records; it also reads a server of known latency with our client.
-# By hand, where GuideLLM is installed:
+# In a terminal, where GuideLLM is installed:
 #
 # ```
 # minillm serve --max-num-seqs 4 &

@@ -117,19 +117,18 @@ plots.curves(
 )
 
 # %% [markdown]
-# Two consequences, at three contexts: the requests that fit into 60 GB of cache, and the time that an H100 takes to
-# read the keys and values of 16 requests in one step. The weights stay out of it, so that only the caches are compared.
+# Two consequences: the requests that fit into 60 GB of cache, at three contexts, and the time that an H100 takes to
+# read the keys and values of 16 requests of 32k in one step. The weights stay out of it: only the caches are compared.
 
 # %%
 bandwidth = CostModel.of_device("h100", llama).bytes_per_s
 rows = []
 for name, config in CONFIGS.items():
     fits = {f"fits_{context}": 60 * GB // stored_bytes(config, context) for context in (4096, 32_768, 131_072)}
-    reads = {f"ms_{context}": 16e3 * stored_bytes(config, context) / bandwidth for context in (4096, 32_768)}
-    rows.append({"name": name, "source": beyond.CACHES[name].source, **fits, **reads})
+    read_ms = 16e3 * stored_bytes(config, 32_768) / bandwidth
+    rows.append({"name": name, "source": beyond.CACHES[name].source, **fits, "read_ms": read_ms})
 print(text_table(rows, {"name": "attention, model", "source": "config.json of", "fits_4096": "fit: 4k",
-                        "fits_32768": "32k", "fits_131072": "128k", "ms_4096": "16 rows: ms at 4k",
-                        "ms_32768": "ms at 32k"}))
+                        "fits_32768": "32k", "fits_131072": "128k", "read_ms": "16 rows of 32k: ms"}))
 
 # %%
 at_32k = {row["name"].split(",")[0]: row["fits_32768"] for row in rows}
@@ -312,7 +311,7 @@ beyond_plots.step_parts(
     f"{gain[64, 'NVLink 4', 8]:.1f} times for 64")
 
 # %%
-PARTS = {"rows": "requests", "link": "link", "devices": "GPUs", "step_ms": "step, ms", "all_reduce_ms": "of it sums",
+PARTS = {"rows": "requests", "link": "link", "devices": "GPUs", "step_ms": "step, ms",
          "tokens_per_s": "tokens/s", "replicas_tokens_per_s": "as replicas"}
 print(text_table([row for rows in split.values() for row in rows], PARTS))
 
@@ -374,7 +373,7 @@ sweep = beyond.goodput_rows(a100, rates, requests, TTFT_S, ITL_S)
 most_tokens, most_good = (max(sweep, key=lambda row, name=name: row[name]) for name in ("tokens_per_s", "good_per_s"))
 reveal("rate with the most tokens/s", most_tokens["rate"])
 reveal("rate with the most requests in time", most_good["rate"])
-GOOD = {"rate": "arrive /s", "tokens_per_s": "tokens/s", "ttft_p50_s": "TTFT p50, s", "ttft_p99_s": "p99",
+GOOD = {"rate": "arrive /s", "tokens_per_s": "tokens/s", "ttft_p99_s": "TTFT p99, s",
         "itl_p50_ms": "ITL p50, ms", "share": "in time", "good_per_s": "in time /s"}
 print(text_table(sweep, GOOD))
 
@@ -439,8 +438,7 @@ for name, mean, most in (("300 tokens", 300, 256), ("4,000 tokens", 4000, 256),
     runs[name] = served.records
     answers.append({"case": name, "fit": whole_requests(500, mean), **beyond.long_answers_row(served)})
 LONG = {"case": "answers of", "fit": "whole requests fit", "mean_rows": "rows, mean", "tokens_per_s": "tokens/s",
-        "itl_p50_ms": "ITL p50, ms", "itl_p99_ms": "p99", "queue_p99_s": "queue p99, s", "preemptions": "preempted",
-        "computed_again": "computed again"}
+        "itl_p99_ms": "ITL p99, ms", "preemptions": "preempted"}
 print(text_table(answers, LONG))
 
 # %%
@@ -454,19 +452,16 @@ service_plots.over_time(
 
 # %%
 # NBVAL_CHECK_OUTPUT
-print("300 tokens: all clients fit, nobody is preempted:", short["fit"] >= clients and short["preemptions"] == 0)
+print("300 tokens: all clients fit, and none is preempted:", short["fit"] >= clients and short["preemptions"] == 0)
 print("4,000: fewer whole requests fit than there are clients:", long["fit"] < clients)
 print("requests are preempted, and the cache is full:", long["preemptions"] > 0, long["cache_peak_share"] > 0.99)
-print("a step reads more, so everybody's next token comes later:", long["itl_p50_ms"] > 1.2 * short["itl_p50_ms"])
+print("a step reads more, so every next token comes later:", long["itl_p50_ms"] > 1.2 * short["itl_p50_ms"])
 print("with as many rows as fit, fewer are preempted, and the p99 between two tokens is shorter:",
       bounded["preemptions"] < long["preemptions"], bounded["itl_p99_ms"] < long["itl_p99_ms"])
 print("but the queue is longer, and tokens/s are no higher:", bounded["queue_p99_s"] > long["queue_p99_s"],
       bounded["tokens_per_s"] < 1.02 * long["tokens_per_s"])
 
 # %% [markdown]
-# ("computed again": prompt and answer tokens that a preempted request had to compute a second time, for each token of
-# an answer.)
-#
 # **What it means for a server.** A long answer holds memory for minutes and grows all the while, so a plan by prompts
 # is wrong by the length of the answers. Admission sees only the prompt: rows start, and later some must give their
 # memory back and compute everything again. Tokens per second hardly show it, since computing again is prefill, which is

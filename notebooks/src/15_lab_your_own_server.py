@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 15 · Lab: your own server
 #
-# You run a server, or rent one, and nobody told you how it was started. This page asks it. Six questions, each
+# You run a server, or rent one, and were not told how it was started. This page asks it. Six questions, each
 # answered from outside, by HTTP: how many rows it runs, how many tokens its cache holds, whether it shares prefixes,
 # whether it cuts long prompts, where its knee is, and what it does when its queue is full.
 #

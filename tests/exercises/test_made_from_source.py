@@ -103,6 +103,7 @@ def test_what_a_check_points_to_stands_in_the_notebook(exercise):
     """`look` names a part of the page in quotes: 'The pool' is a heading, or bold, there."""
     text = "\n".join(cell.source for cell in stored(FOLDER / f"{exercise.name}.ipynb").cells
                      if cell.cell_type == "markdown")
+    text = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", text)  # a part's name may be linked to the glossary
     parts = set(re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)) | set(re.findall(r"\*\*(.+?)\.?\*\*", text))
     for task in exercise.tasks:
         for check in task.checks:

@@ -17,9 +17,9 @@ from minillm.course.show.plots import (
     Block,
     PoolSnapshot,
     Segment,
-    _draw_block,
     colour,
     darker,
+    draw_block,
     draw_timeline,
     drawing,
     headline,
@@ -104,7 +104,7 @@ def pool_map(moments: Mapping[str, PoolSnapshot], title: str = "") -> Figure:
         ax = axes[0, 0]
         for line, pool in enumerate(moments.values()):
             for place, block in enumerate(pool.blocks):
-                _draw_block(ax, place, line, block, pool.block_size)
+                draw_block(ax, place, line, block, pool.block_size)
         ax.set(xlim=(-0.1, number + 0.1), ylim=(len(moments) + 0.1, -0.1), aspect="equal", xlabel="block",
                xticks=[block + 0.5 for block in range(number)], xticklabels=range(number),
                yticks=[line + 0.5 for line in range(len(moments))], yticklabels=list(moments))

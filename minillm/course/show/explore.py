@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
+from minillm.course.experiments import speculation
 from minillm.course.experiments.common import NoForward
 from minillm.course.show import plots
 from minillm.fast.engine import Engine
@@ -148,6 +149,41 @@ def capacity_at(device: str, model: str, context: int, kv_format: str) -> Figure
         step.set_title(f"a step takes twice as long from {found.doubled_at:,.0f} on")
         requests = f"{context:,} tokens of {kv_format} each: {found.fits} requests fit"
         plots.headline(figure, f"{model} on {device}, {requests}")
+    return figure
+
+
+# -- what drafts of some acceptance buy ------------------------------------------------------------
+
+
+def promise(costs: Sequence[dict], acceptance: float, batch: int) -> dict[int, float]:
+    """By the number of drafts a row, the speed-up over plain decoding that measured step costs promise.
+
+    costs: rows of `speculation.step_costs`. What proposing costs is not in it.
+    """
+    lengths = [row["k"] for row in costs if row["batch"] == batch]
+    return {k: speculation.predict(costs, batch, k, speculation.expected_tokens(acceptance, k)) for k in lengths}
+
+
+def drafts_at(costs: Sequence[dict], acceptance: float, batch: int) -> Figure:
+    """The speed-up by the number of drafts in this batch; and with the best number, by acceptance in every batch."""
+    here, batches = promise(costs, acceptance, batch), sorted({row["batch"] for row in costs})
+    best = max(here, key=here.get)
+    with plots.drawing(1, 2, size=(10, 4)) as (figure, (axes,)):
+        by_length, by_acceptance = axes
+        plots.draw_curves(by_length, {f"acceptance {acceptance:g}, batch {batch}": (list(here), list(here.values()))})
+        by_length.plot([best], [here[best]], "o", color="black", markersize=10, fillstyle="none")
+        by_length.set(xlabel="drafts a row (circle: the best)", ylabel="times plain decoding", ylim=0,
+                      title=f"acceptance {acceptance:g}, batch {batch}")
+        shares = [step / 20 for step in range(21)]
+        plots.draw_curves(by_acceptance, {
+            f"batch {each}": (shares, [max(promise(costs, share, each).values()) for share in shares])
+            for each in batches})
+        by_acceptance.plot([acceptance], [here[best]], "o", color="black", markersize=10, fillstyle="none")
+        by_acceptance.set(xlabel="acceptance", title="with the best number of drafts")
+        for ax in axes:
+            ax.axhline(1, color=plots.GREY, linewidth=1.5)
+        gain = f"k = {best} is best, {here[best]:.2f} times plain decoding" if best else "no draft pays"
+        plots.headline(figure, f"Each draft right with chance {acceptance:g}, in a batch of {batch}: {gain}")
     return figure
 
 

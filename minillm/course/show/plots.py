@@ -37,6 +37,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from minillm.course.experiments.batching import knee_of, knees_of
 from minillm.fast.engine import Engine
+from minillm.ladder.continuous import StepPlan
 from minillm.ladder.records import Records, RequestRecord, StepRecord
 from minillm.ladder.request import RequestId
 
@@ -320,15 +321,17 @@ class PoolSnapshot:
         return self.reserved_tokens - self.used_tokens
 
 
-def pool_snapshot(engine: Engine) -> PoolSnapshot:
-    """How the engine's pool stands now."""
+def pool_snapshot(engine: Engine, plan: StepPlan | None = None) -> PoolSnapshot:
+    """How the engine's pool stands now; with a plan, how it will stand once its rows are computed."""
+    fed = {row.request.id: row.end for row in plan.rows} if plan else {}
     pool = engine.scheduler.memory.pool
     holders: list[list[int]] = [[] for _ in range(pool.num_blocks)]
     filled = [pool.block_size if block in pool.cached else 0 for block in range(pool.num_blocks)]
     for request in engine.scheduler.running:
+        stored = fed.get(request.id, request.num_kv)
         for i, block in enumerate(request.block_table):
             holders[block].append(request.arrival_number)
-            filled[block] = max(filled[block], min(max(request.num_kv - i * pool.block_size, 0), pool.block_size))
+            filled[block] = max(filled[block], min(max(stored - i * pool.block_size, 0), pool.block_size))
     states = ["live" if holders[b] else "cached" if b in pool.cached else "free" for b in range(pool.num_blocks)]
     blocks = (Block(*parts) for parts in zip(states, map(tuple, holders), filled, strict=True))
     return PoolSnapshot(pool.block_size, tuple(blocks))
@@ -341,7 +344,7 @@ def block_map(pools: Mapping[str, PoolSnapshot], title: str | None = None, colum
     with drawing(1, len(pools), size=(width, 1.3 + (width - 0.5) / columns / len(pools) * rows)) as (figure, axes):
         for ax, (name, pool) in zip(axes[0], pools.items(), strict=True):
             for place, block in enumerate(pool.blocks):
-                _draw_block(ax, place % columns, place // columns, block, pool.block_size)
+                draw_block(ax, place % columns, place // columns, block, pool.block_size)
             ax.set(xlim=(-0.1, columns + 0.1), ylim=(rows + 0.1, -0.1), aspect="equal")
             ax.set_axis_off()
             ax.set_title(f"{name}: {_pool_line(pool)}")
@@ -361,7 +364,8 @@ def _pool_line(pool: PoolSnapshot) -> str:
     return f"{share:.0%} of what is held is empty"
 
 
-def _draw_block(ax: Axes, x: int, y: int, block: Block, block_size: int) -> None:
+def draw_block(ax: Axes, x: int, y: int, block: Block, block_size: int) -> None:
+    """One block as a square whose upper left corner is (x, y)."""
     box = {"xy": (x + 0.06, y + 0.06), "width": 0.88, "height": 0.88}
     if block.state != "live":
         look = {"facecolor": LIGHT, "edgecolor": GREY} if block.state == "cached" else {

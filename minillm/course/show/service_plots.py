@@ -95,7 +95,7 @@ def over_time(
     """
     if title is None:
         parts = [f"{metrics.batch(records)['mean_rows']:.1f} rows on average, "
-                 + (f"up to {most} waiting" if (most := records.peaks["waiting"]) else "nobody waiting")
+                 + (f"up to {most} waiting" if (most := records.peaks["waiting"]) else "none waiting")
                  for records in runs.values()]
         named = (f"{name}: {part}" for name, part in zip(runs, parts, strict=True))
         title = ";  ".join(named if len(runs) > 1 else parts)

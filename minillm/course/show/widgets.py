@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +23,8 @@ except ImportError:  # a host may have none, and a damaged one is as good as non
     ipywidgets = None
 
 from minillm.course.diagnose import CURES
-from minillm.course.show import explore, explore_service
+from minillm.course.show import explore, explore_service, step_by_step
+from minillm.course.show.step_by_step import Run
 from minillm.ladder.records import Records
 from minillm.load.config import PRESETS
 from minillm.measure.virtual import DEVICES
@@ -34,14 +35,17 @@ _shown: dict[str, Panel] = {}  # by name: a cell that runs again closes what it 
 class Panel:
     """Controls over what `draw(**positions)` returns: a Figure, or a string of HTML.
 
-    Showing a second panel of the same name closes the first, observers and all.
+    Showing a second panel of the same name closes the first, observers and all. twin: the PNG that a reader without a
+    kernel sees, where it is not the first picture.
     """
 
-    def __init__(self, name: str, draw: Callable[..., Figure | str], **controls: Any) -> None:
+    def __init__(
+        self, name: str, draw: Callable[..., Figure | str], twin: bytes | None = None, **controls: Any
+    ) -> None:
         if name in _shown:
             _shown[name].close()
         _shown[name] = self
-        self.name, self.draw, self.controls = name, draw, controls
+        self.name, self.draw, self.twin, self.controls = name, draw, twin, controls
         self.first = self.picture()
         if ipywidgets is None:
             return
@@ -72,9 +76,9 @@ class Panel:
         self.box.close()
 
     def _repr_mimebundle_(self, **kwargs) -> dict:
-        """Both faces: the widgets, and the first picture for whoever has no kernel."""
-        twin = {"text/html": self.first} if isinstance(self.first, str) else {
-            "image/png": base64.b64encode(self.first).decode()}
+        """Both faces: the widgets, and the twin or the first picture for whoever has no kernel."""
+        still = self.twin or self.first
+        twin = {"text/html": still} if isinstance(still, str) else {"image/png": base64.b64encode(still).decode()}
         return twin if ipywidgets is None else {**self.box._repr_mimebundle_(**kwargs), **twin}
 
 
@@ -104,6 +108,15 @@ def schedule_stepper(records: Records, start: int = 1) -> Panel:
         "schedule", lambda step: explore.schedule_at(records, step),
         step=_slider("step", 1, len(records.steps), start),
     )
+
+
+def run_stepper(run: Run, start: int = 1) -> Panel:
+    """Step through a run: the state of every request, and the pool beside it. Without a kernel it moves by itself."""
+    def draw(step: int) -> Figure:
+        return step_by_step.states_and_pool(run, step)
+
+    steps = len(run.pools)
+    return Panel("run", draw, step_by_step.moving(draw, steps), step=_slider("step", 1, steps, start))
 
 
 def pool_explorer() -> Panel:
@@ -146,11 +159,29 @@ def arrival_explorer(requests: int = 120) -> Panel:
     )
 
 
+def budget_explorer(start: int = 512) -> Panel:
+    """Four streams, a long prompt, and how many tokens a step may feed."""
+    return Panel(
+        "budget", explore_service.budget_at,
+        tokens_a_step=_control("SelectionSlider", start, "budget", options=[2**n for n in range(6, 14)],
+                               continuous_update=False, layout={"width": "60%"}),
+    )
+
+
 def pools_explorer(people: int = 200) -> Panel:
     """Four GPUs: how many are kept for people, and how many people come."""
     return Panel(
         "pools", lambda for_people, per_s: explore_service.pools_at(for_people, per_s, people),
         for_people=_slider("for people", 1, 3, 2), per_s=_slider("people a second", 5, 90, 8),
+    )
+
+
+def acceptance_explorer(costs: Sequence[dict], batch: int) -> Panel:
+    """What drafts of any acceptance would buy in each batch whose steps were measured; begins with `batch`."""
+    return Panel(
+        "acceptance", lambda percent, batch: explore.drafts_at(costs, percent / 100, batch),
+        percent=_slider("% accepted", 0, 100, 70),
+        batch=_control("ToggleButtons", batch, "batch", options=sorted({row["batch"] for row in costs})),
     )
 
 
