@@ -176,8 +176,8 @@ def knees(engine: Engine, url: str, folder: str) -> None:
     Theirs is where two lines that are fitted to tokens/s cross; ours has the most tokens/s per ms of ITL.
     """
     before = len(engine.records.requests)
-    streams = ",".join(map(str, KNEE_STREAMS))
-    report = guidellm_report(url, f"kind=knee,initial_streams=[{streams}]", KNEE_REQUESTS, folder)
+    profile = json.dumps({"kind": "knee", "initial_streams": KNEE_STREAMS})
+    report = guidellm_report(url, profile, KNEE_REQUESTS, folder)
     while engine.unfinished:
         time.sleep(0.01)
     lives, rows = engine.records.requests[before:], []
