@@ -85,6 +85,7 @@ def test_a_mutant_is_caught_by_the_check_that_names_its_mistake(exercise, mutant
     first = next((o for o in found if o.passed is False), None)
     assert first is not None, "no check caught it"
     assert first.check == mutant.caught_by, f"the learner is told first: {first.message} {first.detail}"
+    assert mutant.says in first.message, f"the learner is told: {first.message}"
     record_property("margin", first.margin)
     assert first.margin is None or first.margin >= FAR_OUTSIDE, f"it misses by {first.margin:.2g} tolerances only"
 
