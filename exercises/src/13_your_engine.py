@@ -145,9 +145,9 @@ check("your_engine", MyEngine)
 # SmolLM2 answers six questions, at most four at a time, with your engine: one at a time with your cache, with your
 # scheduler and a cache for each request, then over your pool, with int8 and with drafts. A static batch and the
 # package's engine stand beside it. The answers must be the package's, token for token; in int8 keys and values are
-# rounded, so a token may differ there. "yours" and "your scheduler, a cache each" must need equally many steps: if yours
-# needs more, blocks are refused that should be there; look at exercise 5. Here drafts save a few steps; they save more
-# where a text repeats itself.
+# rounded, so a token may differ there. "yours" and "your scheduler, a cache each" must need equally many steps: if
+# yours needs more, blocks are refused that should be there; look at exercise 5. Here drafts save a few steps; they save
+# more where a text repeats itself.
 
 # %% tags=["demo"]
 import minillm
