@@ -86,7 +86,7 @@ WRONG = {
     "a token sees the next one": (ATTENTION, "> position  # [n, S]", "> position + 1  # [n, S]", MASK),
     "positions begin one too early": (
         ATTENTION, "torch.arange(num_tokens - n, num_tokens)[:, None]",
-        "torch.arange(num_tokens - n, num_tokens)[:, None] - (n > 1)", MASK),
+        "torch.arange(num_tokens - n, num_tokens)[:, None] - int(n > 1)", MASK),
     "the second layer is not kept": (CACHE, "if layer in self.keys:", "if layer in self.keys and layer != 1:", FORGETS),
     "no layer but the first is kept": (CACHE, "if layer in self.keys:", "if layer in self.keys and layer == 0:",
                                        FORGETS),
