@@ -102,7 +102,7 @@ def feeds_a_prompt(Scheduler):
 
 @scheduler_task.check(
     mistake="num_kv, the sampled token or the end is not kept right: after its prompt a request gets a token in each "
-    "step, the last one too, and feeds the newest.",
+    "step, the last one too, by request.append(token), and feeds the newest.",
     look="'Counting' and 'Sampling'",
 )
 def decodes(Scheduler):
