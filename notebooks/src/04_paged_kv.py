@@ -368,10 +368,11 @@ print(recorded("memory_by_policy", MEMORY))
 # the same tokens have the same keys there, to the last bit. A row that begins like an earlier one can hold that row's
 # full blocks, and need not compute them.
 #
-# Our free list learns it in three methods. It counts the holders of each block, and it knows each full block by the
-# text up to its end: by its own tokens and all before them. `find` holds what is known of a new row's text, `enter`
-# makes a row's full blocks known. A block that was given back stays known until it is taken: then `cover` must forget
-# it, since other tokens will be written there, and whoever found it would read their keys.
+# Our free list learns it with two new methods, and two that do more. It counts the holders of each block, and it knows
+# each full block by the text up to its end: by its own tokens and all before them. `enter` makes a row's full blocks
+# known, `find` lets a new row hold what is known of its text. A block that was given back stays known until it is
+# taken: then `cover` must forget it, since other tokens will be written there, and a row that found it would read
+# their keys.
 
 # %%
 from collections import Counter
