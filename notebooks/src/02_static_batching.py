@@ -369,7 +369,9 @@ CLIENTS = {"clients": "clients", "mean_rows": "rows, mean", "tokens_per_s": "tok
 print(text_table(by_clients.rows, CLIENTS))
 
 # %%
-if not by_clients.rows[-1]["knee"]:  # past the last row it could lie anywhere
+if by_clients.rows[-1]["knee"]:
+    print("the best row is the last one, so the knee lies there or past it: no guess is judged")
+else:
     reveal("clients at the knee", next(row["clients"] for row in by_clients.rows if row["knee"]))
 print(f"the knee may lie at {', '.join(str(row['clients']) for row in batching.knees_of(by_clients.rows))} clients")
 plots.knee_curve(by_clients.rows)
