@@ -27,7 +27,7 @@ def attention(q, k, v):
 # values of all tokens that were fed before.
 #
 # **Storing.** `attend` keeps what it is given, per layer: the layers have different keys for the same token. The new
-# ones stand behind the old ones.
+# ones stand after the old ones. The cache is not told beforehand how many layers or how many tokens will come.
 #
 # **Attending.** The new queries look at everything that is stored in their layer, the new tokens included.
 # `attention` above takes care of the order: each of the new tokens sees what stands before it, and itself.
@@ -64,7 +64,7 @@ check("kv_cache", KVCache)
 # **What is fed.** First the whole prompt. Then, at each step, the token that was just chosen, and nothing else.
 #
 # **Where it stands.** A token's position is its place in the whole text, from 0 on. The model turns queries and keys
-# by it, so a wrong one gives fluent nonsense.
+# by it, so a wrong one gives fluent nonsense. The cache does not tell how long the text is: count yourself.
 #
 # **What is chosen.** The largest logit of the last row.
 #

@@ -30,7 +30,8 @@ show_source(Request)
 # count at least 1. There are two limits: at most `max_batch` requests run at once, and the counts of a step add up to
 # at most `max_step_tokens`, the budget (it is never smaller than `max_batch`).
 #
-# **Decodes first.** Every running request with one pending token feeds it.
+# **Decodes first.** Every running request with one pending token feeds it, one that stands after a long prompt too:
+# where memory is short, an engine makes a running request begin anew (exercise 13), and it keeps its place.
 #
 # **Chunks.** From what is left of the budget, a running request with more pending tokens feeds as many as fit.
 #
@@ -41,8 +42,9 @@ show_source(Request)
 #
 # **Counting.** What was fed has keys and values now.
 #
-# **Sampling.** A request whose tokens have all been fed gets one new token, `next_token(request)`. A prompt that was
-# fed in part gets none: the model has not seen its end yet.
+# **Sampling.** A request whose tokens have all been fed gets one new token, `next_token(request)`:
+# `request.append(token)` gives it its token, and there is no other way; the engine's requests, too, have no list
+# `output`. A prompt that was fed in part gets none: the model has not seen its end yet.
 #
 # **Leaving.** Who has finished is no longer running, and its row is free for the next step.
 
@@ -109,7 +111,7 @@ for name, prompt, answer in ((1, 2, 3), (2, 3, 6), (3, 9, 2), (4, 1, 4)):
 while (scheduler.waiting or scheduler.running) and len(steps) < 40:
     rows = scheduler.plan()
     print(f"step {len(steps) + 1}: " + "  ".join(f"{request.id} feeds {count}" for request, count in rows))
-    steps.append([(request.id, "decode" if request.output else "prefill") for request, _ in rows])
+    steps.append([(request.id, "decode" if request.num_output else "prefill") for request, _ in rows])
     scheduler.commit(rows, next_token=lambda request: 7)
 
 # %% [markdown]

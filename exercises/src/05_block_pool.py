@@ -73,7 +73,8 @@ check("block_pool", BlockPool)
 # table is as before. A request's length never shrinks here.
 #
 # **Where a token lies.** The keys and values of the whole pool are one long tensor. Block b owns its entries from
-# `b * block_size` on. `slot(position)` is the entry of the request's token at `position`.
+# `b * block_size` on. `slot(position)` is the entry of the request's token at `position`. A slot here is one token's
+# place, not the run of places that chapter 2 reserved for a whole request.
 #
 # **The end.** `free()` gives all blocks back. The table is empty then, and could begin anew.
 #

@@ -49,7 +49,8 @@ show_source(Engine)
 # and values in n slots. Count nothing: `num_kv` goes on when the step is committed.
 #
 # **Attending.** `engine.store.read(layer, request.table.blocks)` gives keys, values and a block table, which are what
-# `engine.parts.paged_attention(q, keys, values, block_table, num_tokens)` of exercise 7 wants, for one request.
+# `engine.parts.paged_attention(q, keys, values, block_table, num_tokens)` of exercise 7 wants, for one request. This
+# table may differ from `request.table.blocks`: in int8 the store dequantises the request's blocks alone, into a copy.
 
 # %% tags=["demo"]
 show_source(OwnCaches)
@@ -144,7 +145,9 @@ check("your_engine", MyEngine)
 # SmolLM2 answers six questions, at most four at a time, with your engine: one at a time with your cache, with your
 # scheduler and a cache for each request, then over your pool, with int8 and with drafts. A static batch and the
 # package's engine stand beside it. The answers must be the package's, token for token; in int8 keys and values are
-# rounded, so a token may differ there. Drafts pay where a text repeats itself, which short answers do not.
+# rounded, so a token may differ there. "yours" and "your scheduler, a cache each" must need equally many steps: if
+# yours needs more, blocks are refused that should be there; look at exercise 5. Here drafts save a few steps; they save
+# more where a text repeats itself.
 
 # %% tags=["demo"]
 import minillm

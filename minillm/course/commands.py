@@ -16,6 +16,7 @@ from minillm.course import catalogue, ledger
 from minillm.course.experiments import batching, example, overhead
 from minillm.course.experiments import ladder as rungs
 from minillm.course.grading import class_guesses, classroom, handout, report
+from minillm.course.grading.exercises import load_all
 from minillm.course.grading.text import printable, say
 from minillm.course.setting import NotHere, Setting
 from minillm.course.show.live import ticking
@@ -241,7 +242,7 @@ def _grade_path(arguments) -> int:
     print(text_table(report.rows(learner), report.COLUMNS))
     for line in report.lines(learner):
         say(line)
-    print(f"{learner.points} of {learner.out_of} checks pass")
+    print(report.score(learner))
     write_json(arguments.json, report.to_json([learner]))
     return 0 if learner.points == learner.out_of else 1
 
@@ -261,5 +262,8 @@ def exercises(arguments) -> int:
     """Copy the exercises, and say where to start."""
     copies = handout.copy_exercises(arguments.folder, arguments.force)
     say(f"{len(copies)} exercises copied to {arguments.folder}")
-    say(f"start with {copies[0]}, in JupyterLab; minillm grade {arguments.folder} marks your work")
+    first = next(exercise for exercise in load_all() if exercise.weight == "essential")
+    begin = next(copy for copy in copies if copy.stem == first.name)
+    say(f"start with {begin}, the first of the essential ones, in JupyterLab; minillm grade {arguments.folder} marks "
+        "your work")
     return 0

@@ -12,6 +12,10 @@
 #
 # **To run this page**: `make lab` in the repository, or `pip install -e ".[lab]"` and open the notebook. The first
 # run fetches SmolLM2-135M-Instruct (93 MB).
+#
+# In the cells of all pages, `Setting(...)` says what an experiment runs on: model, device, sizes. `QUICK` is true in
+# tests, which take small sizes. A cell that begins with `# NBVAL_CHECK_OUTPUT` prints the same on every machine, and
+# tests compare it with what is stored.
 
 # %%
 # Where the package is missing, as on Colab: open this page inside a copy of the repository, and this installs it.

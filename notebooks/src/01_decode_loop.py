@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 1 · The decode loop
 #
-# A language model gives one token at a time. In this chapter you build that loop twice: first so that every token
-# computes the whole text again (rung 0 of a ladder that the next chapters climb), then so that it keeps what was
+# A language model gives one token at a time. In this chapter you read and run that loop twice: first so that every
+# token computes the whole text again (rung 0 of a ladder that the next chapters climb), then so that it keeps what was
 # computed (rung 1).
 #
 # **You will learn**
@@ -171,8 +171,8 @@ print("the same when text follows:", torch.allclose(alone, answered[:, : len(pro
 print("the same after another first token:", torch.allclose(alone[:, 1:], changed[:, 1:], atol=1e-3))
 
 # %% [markdown]
-# Keys, and likewise values, stay as they are whatever follows. They do depend on everything before. Both facts
-# return in chapter 4.
+# Keys, and likewise values, stay as they are whatever follows. From the second layer on they do depend on everything
+# before; in the first a key is made of its own token and position alone. Both facts return in chapter 4.
 #
 # Queries are not kept: a token's query is used once, to look back from that token.
 #
@@ -259,7 +259,7 @@ drawings.fed_by_step({name: fed for name, (_, fed) in runs.items()})
 #
 # ## The package's two loops
 #
-# Now that you have written both, here are the package's, as the installed source has them.
+# Now that you have run both, here are the package's, as the installed source has them.
 
 # %%
 show_source(attend, NoCache, SequenceCache, decode_recomputing, decode_cached)
@@ -268,8 +268,8 @@ show_source(attend, NoCache, SequenceCache, decode_recomputing, decode_cached)
 # What they add to yours:
 #
 # - `yield`: a token can be shown as soon as it is known;
-# - `logit_rows`: logits are computed for the last token alone. The head of this model is a fifth of its weights, and
-#   your loop multiplies by it for every token of the prompt;
+# - `logit_rows`: logits are computed for the last token alone. The output layer (LM head) of this model is a fifth
+#   of its weights, and your loop multiplies by it for every token of the prompt;
 # - `mask = None` for one token, which sees everything;
 # - `check_length`: a text that would not fit into the model's context is refused before it starts;
 # - the model and the ids that end a text are arguments.
@@ -318,8 +318,8 @@ plots.cost_per_token(costs.rows)
 # - Rung 1 is nearly level. Each step reads all the weights, and the keys and values of the text so far. For a short
 #   text the keys and values are few beside the weights.
 #
-# Where does "level" end? The last column says what a step must read. It doubles when the cache is as large as the
-# weights.
+# Where does "level" end? The last column says what a step must read. That doubles only when the cache is as large as
+# the weights; the time of a step doubles sooner, as the two cells below show.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -415,7 +415,7 @@ print(recorded("cost_by_length", COSTS))
 # %% [markdown]
 # ## Claims of the ledger that this page settles
 #
-# By the ledger's own rules: on this device, just now, and on every device that has a recorded run.
+# By the [ledger](CLAIMS.md)'s own rules: on this device, just now, and on every device that has a recorded run.
 
 # %%
 from minillm.course.experiments import memory

@@ -1,7 +1,8 @@
 # %% [markdown]
 # # 3 · Continuous batching
 #
-# A static batch decides once which requests are in it. In this chapter your loop decides again at every step (rung 3):
+# A static batch decides once which requests are in it. The loop of this chapter, which you read and run, decides again
+# at every step (rung 3):
 # a request that has ended leaves immediately, and one that waits takes its slot. Nothing else changes, neither the
 # model nor the memory.
 #
@@ -309,8 +310,8 @@ drawings.slots_by_step(runs)
 # ## Measure: the same requests, side by side
 #
 # From here on the package's engine is measured. Twelve requests whose lengths vary as much as their mean, four slots,
-# the real model and the real clock. Each bar is a request; its dark head is the prefill, a hatched bar is a row that
-# feeds its last token again for nothing.
+# the real model and the real clock. Each bar is a request; its dark beginning is the prefill, a hatched bar is a row
+# that feeds its last token again for nothing.
 #
 # Predict: how many times as fast is the continuous run?
 
@@ -334,8 +335,9 @@ plots.slot_timeline(runs, unit="s")
 # fewer rows and cost less.
 #
 # Move the slider (with the arrow keys, too) to walk through the continuous run: at which step does the fifth
-# request join, and whose row does it take? Without a running kernel you see one step as a picture; a kernel makes the
-# slider move.
+# request join, and whose row does it take? (The blocks that it counts are the memory for keys and values, of which
+# slots take all they may need at the start: that is chapter 4.) Without a running kernel you see one step as a picture;
+# a kernel makes the slider move.
 
 # %%
 from minillm.course.show.widgets import schedule_stepper
@@ -526,7 +528,7 @@ print(f"by the clock, equal lengths: {gains.rows[0]['times_tokens_per_s']:.2f} t
 #
 # ## Claims of the ledger that this page settles
 #
-# By the ledger's own rules: on this device, just now, and on every device that has a recorded run.
+# By the [ledger](CLAIMS.md)'s own rules: on this device, just now, and on every device that has a recorded run.
 
 # %%
 print(ledger({"B5": batching.idle_slots(setting).rows, "B6": chats, "B7": gains}))
@@ -554,15 +556,18 @@ guesses()
 # %% [markdown]
 # ## Exercise
 #
-# A service answers its requests with 16 and with 240 tokens in turn, from eight slots. Before you count: is the gain
-# nearer to 1, 2 or 3? Change `lengths` below to shapes of your own, and find one with a gain above 4.
+# A service answers its requests with 16 and with 240 tokens in turn, from eight slots: `[16, 240] * 32`. Before you
+# count: is the gain nearer to 1, 2 or 3? Put these `lengths` below in place of `None`, and then shapes of your own,
+# until you have found one with a gain above 4.
 #
 # To go further, in a checked notebook: [exercise 4](../exercises/04_continuous_scheduler.ipynb), where you write the
 # scheduler with its budget.
 
 # %%
-lengths = [16, 240] * 32
-print(f"gain in steps: {steps_of(lengths, static_loop) / steps_of(lengths, continuous_loop):.2f}")
+lengths = None  # of the answers, a list
+if lengths:
+    gain = steps_of(lengths, static_loop) / steps_of(lengths, continuous_loop)
+    print(f"gain in steps: {gain:.2f}; above 4: {'yes' if gain > 4 else 'no'}")
 
 # %% [markdown]
 # [How these pages are made](README.md) · before: [2 · Static batches](02_static_batching.ipynb) · next:

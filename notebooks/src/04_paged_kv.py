@@ -143,7 +143,7 @@ def serve(rows, pool, cache, most=2):
         for row in running:
             if len(row.tokens) == row.ends_at:
                 pool.give_back(row)  # new: for the next row
-        running = [row for row in running if row.blocks]
+        running = [row for row in running if row.blocks]  # an empty table means that it has ended
 
 
 # %% [markdown]
@@ -278,6 +278,7 @@ reveal("requests as slots, at the peak", peaks["slots"])
 reveal("requests as pages, at the peak", peaks["paged"])
 
 # %% [markdown]
+# ("Preempted" counts requests that had to give their blocks back in the middle: see the end of this page.)
 # The peak is what the sum says. The mean is lower, since the queue is soon empty and the last steps have few rows.
 #
 # Now a picture of both pools after step 12.
@@ -367,8 +368,11 @@ print(recorded("memory_by_policy", MEMORY))
 # the same tokens have the same keys there, to the last bit. A row that begins like an earlier one can hold that row's
 # full blocks, and need not compute them.
 #
-# Our free list learns it in a few lines. It counts the holders of each block, and it knows each full block by the text
-# up to its end: by its own tokens and all before them. A block that was given back stays known until it is taken.
+# Our free list learns it with two new methods, and two that do more. It counts the holders of each block, and it knows
+# each full block by the text up to its end: by its own tokens and all before them. `enter` makes a row's full blocks
+# known, `find` lets a new row hold what is known of its text. A block that was given back stays known until it is
+# taken: then `cover` must forget it, since other tokens will be written there, and a row that found it would read
+# their keys.
 
 # %%
 from collections import Counter
@@ -461,6 +465,9 @@ for most in (1, 2):
 print(f"the package found {engine.records.totals['cached_tokens']}, predicted were {predicted}")
 
 # %% [markdown]
+# The second turn finds more than was predicted for one turn: all four questions find the blocks that the first turn has
+# left known, where in the first turn the first question finds nothing.
+#
 # Now the four questions run side by side, and two chats; one of each kind has run before. Each box is a run of blocks
 # that the same rows hold, by their numbers in the store; an orange one is shared by as many rows as it says. (The chats
 # share a block too: where no other instructions are given, the template begins with the same sentence.)
@@ -523,7 +530,8 @@ plots.prefix_bars(sharing.rows)
 # The first and the third case compute equally many tokens, so what their times differ by is noise: shortest and
 # longest show how much of it there was. A gain that is no larger than that would be none.
 #
-# On other devices:
+# On other devices. This is another workload, longer instructions and more questions, so its counts of tokens are not
+# those above:
 
 # %%
 print(recorded("prefix_sharing", SHARING))
@@ -552,21 +560,30 @@ print_pools(pools)
 # and its output so far again. It must then go on as if nothing had happened. (Our own `serve` would stop with an error
 # of `pop`.)
 #
-# Three requests in a pool of eleven blocks, where 15 would be needed, against a pool with room for all. Predict: how
-# many tokens are computed again?
+# Three requests in a pool of eleven blocks, against a pool with room for all. First the numbers:
 
 # %%
+# NBVAL_CHECK_OUTPUT
 from minillm.course.prompts import CHAT_PROMPTS
 
+prompts, new = [tokenizer.chat(text) for text in CHAT_PROMPTS[:3]], 26
+needed = [blocks_for(len(prompt) + new - 1) for prompt in prompts]  # the last token is never stored
+print(f"prompts of {[len(prompt) for prompt in prompts]} tokens, answers of {new} each: "
+      f"{needed} blocks at the end, {sum(needed)} in all")
+
+# %% [markdown]
+# All three have joined, and each step stores one more token of each. Predict: when the blocks run out, the youngest
+# gives up its blocks. How many tokens are computed again when it returns?
+
+# %%
 guess("tokens computed again", None)
 
 # %%
 # NBVAL_CHECK_OUTPUT
-prompts = [tokenizer.chat(text) for text in CHAT_PROMPTS[:3]]
 runs = {}
 for name, blocks, shares in (("room for all", 64, False), ("eleven", 11, False), ("eleven, prefix cache", 11, True)):
     engine = Engine(model, kv_memory=blocks * BLOCK * TOKEN_BYTES, prefix_cache=shares, max_batch=3)
-    answers = engine.generate(prompts, SamplingParams(max_tokens=26, ignore_eos=True))
+    answers = engine.generate(prompts, SamplingParams(max_tokens=new, ignore_eos=True))
     engine.check_invariants()
     runs[name] = [answer.token_ids for answer in answers], engine.records
     totals = engine.records.totals
@@ -632,7 +649,7 @@ for block_size in (1, 16, 64, 256):
 #
 # ## Claims of the ledger that this page settles
 #
-# By the ledger's own rules: on this device, just now, and on every device that has a recorded run.
+# By the [ledger](CLAIMS.md)'s own rules: on this device, just now, and on every device that has a recorded run.
 
 # %%
 print(ledger({"C3": policies, "C8": sharing}))

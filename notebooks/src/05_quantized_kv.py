@@ -479,8 +479,8 @@ print(recorded("weight_speed", SPEED), recorded("weight_quality", PRICE), sep="\
 #
 # ## Claims of the ledger that this page settles
 #
-# By the ledger's own rules: on this device, just now, and on every device that has a recorded run. What was measured
-# just now comes from a short text: mind its ±.
+# By the [ledger](CLAIMS.md)'s own rules: on this device, just now, and on every device that has a recorded run. What
+# was measured just now comes from a short text: mind its ±.
 
 # %%
 print(ledger({"C6": quality, "D1": quality, "D2": quality, "D3": speed, "D4": quality, "D5": quality,

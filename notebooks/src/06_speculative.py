@@ -486,7 +486,7 @@ print(f"a token: {target_bytes:,} bytes for the target, {drafter_bytes:,} for th
 # %% [markdown]
 # ## Claims of the ledger that this page settles
 #
-# By the ledger's own rules: on this device, just now, and on every device that has a recorded run.
+# By the [ledger](CLAIMS.md)'s own rules: on this device, just now, and on every device that has a recorded run.
 
 # %%
 judged = [*table, *costs, *speculation.crossovers(table), speculation.sampling_check(20_000, seed=0)]

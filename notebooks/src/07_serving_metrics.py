@@ -352,8 +352,8 @@ print("watched:", ", ".join(seen))
 # %% [markdown]
 # ## Claims of the ledger that this page settles
 #
-# By the ledger's own rules: A5 on this device, just now, and on every device that has a recorded run; F4 from one busy
-# run in virtual time.
+# By the [ledger](CLAIMS.md)'s own rules: A5 on this device, just now, and on every device that has a recorded run; F4
+# from one busy run in virtual time.
 
 # %%
 print(ledger({"A5": gauge, "F4": service.watch(setting).rows}))

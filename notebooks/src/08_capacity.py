@@ -383,8 +383,8 @@ print("SmolLM2, on any device: keys and values take longer than the weights from
 # %% [markdown]
 # ## Claims of the ledger that this page settles
 #
-# By the ledger's own rules. All of them are arithmetic or virtual time on an A100, but C6: what 8 bits cost in quality
-# is measured (chapter 5).
+# By the [ledger](CLAIMS.md)'s own rules. All of them are arithmetic or virtual time on an A100, but C6: what 8 bits
+# cost in quality is measured (chapter 5).
 
 # %%
 sums = memory.capacity_sum(setting).rows

@@ -349,7 +349,8 @@ if off:
 #
 # ## Claims of the ledger that this page settles
 #
-# In virtual time, on an A100; by the ledger's own rules. So F2, F3 and F7 stand on the cost model of the last section.
+# In virtual time, on an A100; by the [ledger](CLAIMS.md)'s own rules. So F2, F3 and F7 stand on the cost model of the
+# last section.
 
 # %%
 print(ledger({"C9": caps, "F1": load, "F2": service.pools(setting).rows, "F3": caching.rows, "F7": split.rows}))

@@ -425,8 +425,8 @@ print("rows that worked, on average, grow too:", here.rows[0]["mean_rows"] < her
 # %% [markdown]
 # ## Claims of the ledger that this page settles
 #
-# By the ledger's own rules: G in virtual time, where the full sizes decide, since the test sizes have short contexts; H
-# by arithmetic on the articles' own figures.
+# By the [ledger](CLAIMS.md)'s own rules: G in virtual time, where the full sizes decide, since the test sizes have
+# short contexts; H by arithmetic on the articles' own figures.
 
 # %%
 print(ledger(dict.fromkeys(("G1", "G2", "G3"), virtual.rows) | dict.fromkeys(("H1", "H2", "H3", "H4", "H5"), theirs)))

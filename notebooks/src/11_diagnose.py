@@ -342,7 +342,8 @@ service_plots.side_by_side(
 # %% [markdown]
 # ## Claims of the ledger that this page settles
 #
-# By the ledger's own rules; F6 has cases of its own, and F5 a sweep of eight set-ups. Each is run with three seeds.
+# By the [ledger](CLAIMS.md)'s own rules; F6 has cases of its own, and F5 a sweep of eight set-ups. Each is run with
+# three seeds.
 
 # %%
 print(ledger({"B9": fleets, "F5": service.achieved_batch(setting).rows, "F6": service.cures(setting).rows}))

@@ -19,7 +19,19 @@ MUTANTS = [
            "torch.cat((self.keys[layer], v))", caught_by="a new token sees what was stored before"),
     Mutant("kv_cache", "one store for all layers", "if layer in self.keys:",
            "layer = 0\n        if layer in self.keys:",
-           caught_by="each layer has its own keys and values"),
+           caught_by="each layer has its own keys and values", says="share one store"),
+    Mutant("kv_cache", "one length for all layers, counted on in each",
+           """        if layer in self.keys:
+            k = torch.cat((self.keys[layer], k))
+            v = torch.cat((self.values[layer], v))
+        self.keys[layer], self.values[layer] = k, v
+        return attention(q, k, v)""",
+           """        start = getattr(self, "length", 0)
+        self.length = start + len(k)
+        store = self.keys.setdefault(layer, torch.zeros(2, 64, *k.shape[1:]))
+        store[0, start : self.length], store[1, start : self.length] = k, v
+        return attention(q, *store[:, : self.length])""",
+           caught_by="each layer has its own keys and values", says="counted once a layer instead of once a call"),
     Mutant("kv_cache", "one store for all caches", "self.keys, self.values = {}, {}",
            "KVCache.shared = KVCache.__dict__.get('shared') or ({}, {}); self.keys, self.values = KVCache.shared",
            caught_by="two sequences do not share a cache"),
@@ -32,6 +44,9 @@ MUTANTS = [
            caught_by="several tokens on a warm cache see what stands before each of them, in order"),
     Mutant("kv_cache", "a list of 30 layers", "if layer in self.keys:", "if list(range(30))[layer] in self.keys:",
            caught_by="it works for models with any number of layers and heads"),
+    Mutant("cached_decode", "asks the cache how long the text is",
+           "position = [], list(prompt_ids), 0", "position = [], list(prompt_ids), cache.length",
+           caught_by="the first token is the model's choice behind the prompt", says="so count yourself"),
     Mutant("cached_decode", "takes the first row", "logits[-1]", "logits[0]",
            caught_by="the first token is the model's choice behind the prompt"),
     Mutant("cached_decode", "feeds everything again", "        answer += feed\n",
@@ -51,7 +66,7 @@ MUTANTS = [
            "    model.forward(torch.tensor(feed), torch.tensor([position]), cache)\n    return answer",
            caught_by="it makes exactly max_tokens tokens, and does not feed the last"),
     Mutant("cached_decode", "never stops", "if answer[-1] in stop_ids:", "if False:",
-           caught_by="a stop token ends the answer, and is part of it"),
+           caught_by="a stop token ends the answer, and is part of it", says="goes on after a stop token"),
     Mutant("cached_decode", "feeds the stop token too",
            "        feed = [int(logits[-1].argmax())]\n        answer += feed\n"
            "        if answer[-1] in stop_ids:\n            break\n",
@@ -60,10 +75,10 @@ MUTANTS = [
            caught_by="a stop token ends the answer, and is part of it"),
     Mutant("cached_decode", "leaves the stop token out", "            break",
            "            answer.pop()\n            break",
-           caught_by="a stop token ends the answer, and is part of it"),
+           caught_by="a stop token ends the answer, and is part of it", says="leaves the stop token out"),
     Mutant("cached_decode", "stops at the prompt's own token", "answer, feed, position = [], list(prompt_ids), 0",
            "answer, feed, position = [], list(prompt_ids), 0\n    if prompt_ids[-1] in stop_ids:\n        return []",
-           caught_by="a stop token ends the answer, and is part of it"),
+           caught_by="a stop token ends the answer, and is part of it", says="a token of the prompt"),
 ]
 
 SURVIVORS = {}

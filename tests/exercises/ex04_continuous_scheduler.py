@@ -23,10 +23,23 @@ MUTANTS = [
            "            if request.num_pending == 1:",
            "            if request.num_pending == 1 and all(r.num_pending == 1 for r in self.running):",
            caught_by="decodes come before prompts"),
+    Mutant(TASK, "one pass over all that run",
+           """            if request.num_pending == 1:
+                rows.append((request, 1))
+                budget -= 1
+        for request in self.running:
+            if request.num_pending > 1:""", "            if budget > 0:",
+           caught_by="decodes come before prompts", says="stands in front of a decoding request"),
+    Mutant(TASK, "waits until a prompt fits whole", "while self.waiting and budget > 0 and",
+           "while self.waiting and budget >= self.waiting[0].num_pending and",
+           caught_by="a prompt that exceeds the budget is fed in chunks", says="never joins"),
+    Mutant(TASK, "gives the token to a list that the engine's requests do not have",
+           "request.append(next_token(request))", "request.output.append(next_token(request))",
+           caught_by=DECODES, says="Your code raised AttributeError"),
     Mutant(TASK, "decodes do not use the budget", "rows.append((request, 1))\n                budget -= 1",
-           "rows.append((request, 1))", caught_by=WITHIN),
+           "rows.append((request, 1))", caught_by=WITHIN, says="must reduce what is left"),
     Mutant(TASK, "joins without budget", "while self.waiting and budget > 0 and", "while self.waiting and",
-           caught_by=WITHIN),
+           caught_by=WITHIN, says="Look at 'Joining'"),
     Mutant(TASK, "one prompt a step", "len(self.running) < self.max_batch:",
            "len(self.running) < self.max_batch and not any(n > 1 for _, n in rows):",
            caught_by="the whole budget is used while there is work"),

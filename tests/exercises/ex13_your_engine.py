@@ -15,6 +15,8 @@ ROWS = "rows of one step do not see each other"
 OWN = "requests of different lengths get their own tokens"
 GROWS = "a table grows with its request"
 BLOCKS = "who has ended gives all blocks back, at once"
+CHUNKS = "prompts in chunks give the same tokens"
+DRAFTS = "drafts save steps, and change no token"
 ROOM = "rows wait where the pool is short, and the tokens stay the same"
 
 MUTANTS = [
@@ -29,6 +31,8 @@ MUTANTS = [
     Mutant(CACHE, "stores from the first slot on", "range(request.num_kv, end)", "range(count)", caught_by=SLOTS),
     Mutant(CACHE, "stores in the first layer", "store.write(layer,", "store.write(0,", caught_by=SLOTS),
     Mutant(CACHE, "reads the first layer", "store.read(layer,", "store.read(0,", caught_by=SEES),
+    Mutant(CACHE, "ignores the table that read returns", "values, blocks, end)", "values, request.table.blocks, end)",
+           caught_by="attention reads by the table that the store returns"),
     Mutant(CACHE, "every row has the step's queries", "paged_attention(q[row]", "paged_attention(q", caught_by=ROWS),
     Mutant(CACHE, "every row begins at the first token", "            first += count\n", "", caught_by=ROWS),
     Mutant(CACHE, "one token a row", "first += count", "first += 1", caught_by=ROWS),
@@ -39,12 +43,16 @@ MUTANTS = [
     Mutant(ENGINE, "feeds the first tokens again", "request.tokens[request.num_kv : end]", "request.tokens[:count]",
            caught_by=ALONE),
     Mutant(ENGINE, "feeds the whole text", "request.tokens[request.num_kv : end]", "request.tokens", caught_by=ALONE),
+    Mutant(ENGINE, "gives every table back after each step", "            if request.finished:", "            if True:",
+           caught_by=ALONE, says="blocks given back too soon"),
+    Mutant(ENGINE, "feeds the last tokens of a prompt's chunk", "request.tokens[request.num_kv : end]",
+           "request.tokens[-count:]", caught_by=CHUNKS, says="'The forward pass'"),
     Mutant(ENGINE, "takes a row's first logits", "best[first : first + count]", "best[first : first + 1]",
            caught_by=ALONE),
     Mutant(ENGINE, "commits nothing", "self.scheduler.commit(rows, following.get)", "pass", caught_by=ALONE),
     Mutant(ENGINE, "takes the step's last logits", "best[first : first + count]", "best[-count:]", caught_by=OWN),
     Mutant(ENGINE, "reserves for the new tokens only", "grow(request.num_kv + count)", "grow(count)",
-           caught_by=GROWS),
+           caught_by=GROWS, says="'Reserve'"),
     Mutant(ENGINE, "reserves one token too few", "grow(request.num_kv + count)", "grow(request.num_kv + count - 1)",
            caught_by=GROWS),
     Mutant(ENGINE, "one row a step", "        if not rows:", "        rows = rows[:1]\n        if not rows:",
@@ -54,9 +62,18 @@ MUTANTS = [
            "            if all(other.finished for other in self.requests):", caught_by=BLOCKS),
     Mutant(ENGINE, "feeds rows whose blocks were refused", "grow(request.num_kv + count)]",
            "grow(request.num_kv + count) or True]", caught_by=ROOM),
+    Mutant(ENGINE, "commits rows whose blocks were refused",
+           """        rows = [(request, count) for request, count in self.scheduler.plan()
+                if request""", """        plan = self.scheduler.plan()
+        rows = [(request, count) for request, count in plan
+                if request""", caught_by=ROOM, says="committed all the same",
+           also=("commit(rows, following.get)", "commit(plan, lambda request: following.get(request, 0))")),
+    Mutant(ENGINE, "asks twice what follows a row", "            following[request] = self.following(",
+           "            self.following(request, best[first : first + count])\n"
+           "            following[request] = self.following(", caught_by=DRAFTS, says="asked twice"),
     Mutant(ENGINE, "waits for ever", "return self.preempt()", "return", caught_by=ROOM),
     Mutant(ENGINE, "does not verify drafts", "self.following(request, best[first : first + count])",
-           "best[first + count - 1]", caught_by="drafts save steps, and change no token"),
+           "best[first + count - 1]", caught_by=DRAFTS),
 ]
 SURVIVORS = {}
 

@@ -80,11 +80,12 @@ def test_a_mutant_is_caught_by_the_check_that_names_its_mistake(exercise, mutant
     task = next(task for task in exercise.tasks if task.name == mutant.task)
     source = solution(exercise).source(task)
     assert source.count(mutant.old) == 1, f"{mutant.old!r} stands {source.count(mutant.old)} times in the solution"
-    answer = solution(exercise).answer(task, source.replace(mutant.old, mutant.new))
+    answer = solution(exercise).answer(task, source.replace(mutant.old, mutant.new).replace(*mutant.also))
     found = outcomes(task, answer, seconds(exercise))
     first = next((o for o in found if o.passed is False), None)
     assert first is not None, "no check caught it"
     assert first.check == mutant.caught_by, f"the learner is told first: {first.message} {first.detail}"
+    assert mutant.says in first.message, f"the learner is told: {first.message}"
     record_property("margin", first.margin)
     assert first.margin is None or first.margin >= FAR_OUTSIDE, f"it misses by {first.margin:.2g} tolerances only"
 

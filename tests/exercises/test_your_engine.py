@@ -11,8 +11,11 @@ from wrong_answers import FOLDER, Solution
 
 from minillm.course.grading import check
 from minillm.course.grading.exercises import find
+from minillm.course.grading.exercises.ex04_continuous_scheduler import Request
 from minillm.course.grading.parts import PACKAGE, PARTS, take_parts
 from minillm.course.grading.runner import Limits, grade_notebook
+from minillm.course.your_engine import Request as EngineRequest
+from minillm.ladder.request import SamplingParams
 
 NAMES = tuple(part.name for part in PARTS)
 NOTEBOOKS = {part.exercise for part in PARTS}
@@ -69,13 +72,21 @@ WRONG = {
         SCHEDULER, "        return rows", "        return rows[:1] if rows and rows[0][1] == 1 else rows", STARVES),
     "a block is lost at each release": (POOL, "self.free.extend(blocks)", "self.free.extend(blocks[1:])", LEAKS),
     "released blocks are lost": (POOL, "        self.free.extend(blocks)\n", "", LEAKS),
+    "all free blocks go to one that takes none": (
+        POOL, "return [self.free.pop() for _ in range(number)]",
+        "taken = self.free[-number:]; self.free = self.free[:-number]\n        return taken",
+        (FIVE, "to a request that takes none")),
+    "a token goes into a list that the engine's requests do not have": (
+        SCHEDULER, "request.append(next_token(request))", "request.output.append(next_token(request))",
+        (STARVES[0], "raised AttributeError: 'Request' object has no attribute 'output', in the line "
+         "`request.output.append(next_token(request))`")),
     "a table keeps its last block": (
         POOL, "self.pool.release(self.blocks)", "self.pool.release(self.blocks[:-1])", KEEPS),
     "a token does not see itself": (ATTENTION, "> position  # [n, S]", ">= position  # [n, S]", MASK),
     "a token sees the next one": (ATTENTION, "> position  # [n, S]", "> position + 1  # [n, S]", MASK),
     "positions begin one too early": (
         ATTENTION, "torch.arange(num_tokens - n, num_tokens)[:, None]",
-        "torch.arange(num_tokens - n, num_tokens)[:, None] - (n > 1)", MASK),
+        "torch.arange(num_tokens - n, num_tokens)[:, None] - int(n > 1)", MASK),
     "the second layer is not kept": (CACHE, "if layer in self.keys:", "if layer in self.keys and layer != 1:", FORGETS),
     "no layer but the first is kept": (CACHE, "if layer in self.keys:", "if layer in self.keys and layer == 0:",
                                        FORGETS),
@@ -126,6 +137,12 @@ def test_a_wrong_step_is_not_blamed_on_a_part(folder):
 
     message = check("your_engine", Forgets).failed[0].message
     assert "at fault" not in message and "'The forward pass'" in message
+
+
+def test_what_a_request_has_in_exercise_4_it_has_in_the_engine():
+    names = {name for name in dir(Request("a", 3, 4)) if not name.startswith("_")} - {"wanted"}
+    engine = EngineRequest(1, [5, 6], SamplingParams(max_tokens=2))
+    assert not [name for name in names if not hasattr(engine, name)] and {"append", "num_pending"} <= names
 
 
 # -- whose parts ---------------------------------------------------------------------------------------------------

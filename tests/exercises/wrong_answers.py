@@ -29,6 +29,8 @@ class Mutant:
     old: str
     new: str
     caught_by: str  # the check that must name it
+    says: str = ""  # what the message must hold, where the check knows several mistakes
+    also: tuple[str, str] = ("", "")  # a second replacement, where the mistake takes two
 
 
 class Solution:

@@ -22,10 +22,10 @@ from pathlib import Path
 import pytest
 
 from minillm.cli import main
-from minillm.course.grading import check, classroom, handout, hint, report
-from minillm.course.grading.exercises import find
+from minillm.course.grading import check, checks, classroom, handout, hint, report
+from minillm.course.grading.exercises import find, load_all
 from minillm.course.grading.notebook import read, run_cells
-from minillm.course.grading.runner import Limits, grade_notebook, grade_task
+from minillm.course.grading.runner import Limits, Marks, grade_notebook, grade_task
 from minillm.course.grading.shell import NotebookShell
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -484,11 +484,26 @@ def test_a_room_kit_holds_every_exercise_and_no_solution(tmp_path, monkeypatch):
 STUBS = sorted(path.name for path in (ROOT / "exercises").glob("*.ipynb"))
 
 
+def test_the_score_tells_what_was_begun_from_what_was_not():
+    def marks(name, right, answered):
+        wrong = checks.Outcome("a", right, answered=answered)
+        return Marks(name, {task.name: [wrong] * len(task.checks) for task in find(name).tasks})
+
+    one, other = marks("05_block_pool", True, True), marks("06_prefix_sharing", False, False)
+    learner = classroom.Learner("a", marks={"05_block_pool": one, "06_prefix_sharing": other})
+    whole = f"{one.out_of} of {one.out_of + other.out_of} checks pass"
+    assert report.score(learner) == f"{whole}; of the exercises begun (1): {one.out_of} of {one.out_of}, 100 %"
+    for got, of, each in ((one.out_of, one.out_of, one), (0, other.out_of, other)):
+        assert report.score(classroom.Learner("b", marks={each.exercise: each})) == f"{got} of {of} checks pass"
+
+
 def test_a_copy_of_the_exercises_is_the_learners_own(tmp_path, capsys):
     folder = tmp_path / "my work"
     assert main(["exercises", str(folder)]) == 0
     out = capsys.readouterr().out
-    assert f"start with {folder / STUBS[0]}" in out and f"{len(STUBS)} exercises" in out
+    essential = next(exercise.name for exercise in load_all() if exercise.importance == 3)
+    assert f"start with {folder / essential}.ipynb" in out and essential != STUBS[0].removesuffix(".ipynb")
+    assert f"{len(STUBS)} exercises" in out
     assert sorted(path.name for path in folder.iterdir()) == STUBS and give_away(folder) == []
     for name in STUBS:
         copied, original = (json.loads((place / name).read_text(encoding="utf-8")) for place in

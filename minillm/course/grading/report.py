@@ -34,6 +34,16 @@ a { color: #0b57a4; }
 """
 
 
+def score(learner: Learner) -> str:
+    """How many checks pass, and where exercises are as they were handed out, how many of the others'."""
+    begun = [marks for marks in learner.marks.values() if marks.begun]
+    points, out_of = sum(marks.points for marks in begun), sum(marks.out_of for marks in begun)
+    whole = f"{learner.points} of {learner.out_of} checks pass"
+    if len(begun) in (0, len(learner.marks)):
+        return whole
+    return f"{whole}; of the exercises begun ({len(begun)}): {points} of {out_of}, {percent(points, out_of):.0f} %"
+
+
 def percent(points: int, out_of: int) -> float:
     """Points as per cent of what could be had; 0 of nothing."""
     return 100 * points / out_of if out_of else 0.0

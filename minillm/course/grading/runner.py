@@ -71,6 +71,11 @@ class Marks:
         return sum(outcome.passed is True for outcomes in self.outcomes.values() for outcome in outcomes)
 
     @property
+    def begun(self) -> bool:
+        """Whether at least one of its tasks is no longer as it was handed out."""
+        return any(all(outcome.answered for outcome in outcomes) for outcomes in self.outcomes.values())
+
+    @property
     def out_of(self) -> int:
         return sum(len(task.checks) for task in find(self.exercise).tasks)
 

@@ -106,13 +106,13 @@ class Exercise:
         return f"About {self.minutes} minutes · {self.level} · {self.weight} · belongs after {chapter}"
 
 
-def expect(condition: bool, asked: str, mistake: str = "") -> None:
+def expect(condition: bool, asked: str, mistake: str = "", look: str = "") -> None:
     """Raise Wrong unless `condition`. `asked` says on which input, and never what would have been right.
 
-    mistake: said in place of the check's own sentence, where that would not be true of this answer.
+    mistake, look: said in place of the check's own, where these would not be true of this answer.
     """
     if not condition:
-        raise Wrong(asked, mistake)
+        raise Wrong(asked, mistake, look)
 
 
 def leaves_alone(answer: Callable, *given: Any, asked: str) -> None:

@@ -87,6 +87,6 @@ def steps_of(records: Records) -> list[Step]:
 def ladder_table(runs: dict[str, Run]) -> str:
     """Tokens a second and steps of each rung, and whether its answers are those of the last one, the package's."""
     *_, last = runs.values()
-    rows = [{"rung": name, "tokens_per_s": round(run.tokens_per_s), "steps": len(run.steps) or None,
+    rows = [{"rung": name, "tokens_per_s": run.tokens_per_s, "steps": len(run.steps) or None,
              "same": run.answers == last.answers} for name, run in runs.items()]
     return text_table(rows, COLUMNS)

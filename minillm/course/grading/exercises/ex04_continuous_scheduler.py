@@ -23,12 +23,17 @@ class Request:
     num_prompt: int
     wanted: int
     num_kv: int = 0  # tokens that were fed, and have keys and values
-    output: list[int] = field(default_factory=list)
+    _answer: list[int] = field(default_factory=list)  # grows by `append` alone
 
     @property
     def num_tokens(self) -> int:
         """Tokens known: the prompt, and the answer so far."""
-        return self.num_prompt + len(self.output)
+        return self.num_prompt + self.num_output
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self._answer)
 
     @property
     def num_pending(self) -> int:
@@ -37,10 +42,11 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return len(self.output) >= self.wanted
+        return self.num_output >= self.wanted
 
     def append(self, token: int) -> None:
-        self.output.append(token)
+        """Give it its next token."""
+        self._answer.append(token)
 
 
 def twin(request: Request) -> request_module.Request:
@@ -70,8 +76,8 @@ def filled(Scheduler, max_batch: int, budget: int, *requests: Request):
 scheduler_task = Task(
     "continuous_scheduler", "Scheduler",
     hints=(
-        "Write plan as three loops, one for each of the bold words, and let one variable hold what is left of the "
-        "budget.",
+        "Write plan as three loops, one for each of the three bold words under `plan`, and let one variable hold what "
+        "is left of the budget.",
         "A count is min(request.num_pending, budget). The queue's loop goes on while there is somebody waiting, a free "
         "row, and budget. commit adds each count to num_kv, and looks at num_pending to see who is due.",
         "Decodes: for r in running if r.num_pending == 1: feed 1. Chunks: for r in running if r.num_pending > 1 and "
@@ -96,7 +102,7 @@ def feeds_a_prompt(Scheduler):
 
 @scheduler_task.check(
     mistake="num_kv, the sampled token or the end is not kept right: after its prompt a request gets a token in each "
-    "step, the last one too, and feeds the newest.",
+    "step, the last one too, by request.append(token), and feeds the newest.",
     look="'Counting' and 'Sampling'",
 )
 def decodes(Scheduler):
@@ -106,8 +112,11 @@ def decodes(Scheduler):
         scheduler = filled(Scheduler, 4, 8, request)
         fed = [step(scheduler) for _ in range(answer)]
         expect(fed == [{"a": 3}] + [{"a": 1}] * (answer - 1), f"prompt 3, max_tokens {answer}: fed in each step")
-        expect(request.finished and len(request.output) == answer, f"prompt 3, max_tokens {answer}: its tokens")
+        expect(request.finished and request.num_output == answer, f"prompt 3, max_tokens {answer}: its tokens")
         expect(not scheduler.running and not list(scheduler.plan()), f"prompt 3, max_tokens {answer}: afterwards")
+
+
+NEVER_JOINS = "A prompt longer than the budget never joins: it joins with the first chunk, as many tokens as fit."
 
 
 @scheduler_task.check(
@@ -122,6 +131,8 @@ def chunks(Scheduler):
         for _ in sizes:
             rows = scheduler.plan()
             fed.append([count for _, count in rows])
+            expect(rows or request not in scheduler.waiting, f"a prompt of {prompt}, budget 4: plan()", NEVER_JOINS,
+                   "'Joining'")
             request.num_kv += sum(fed[-1])  # what commit does
         expect(fed == [[size] for size in sizes], f"a prompt of {prompt}, budget 4: its chunks")
 
@@ -138,8 +149,14 @@ def not_due_before_the_end(Scheduler):
     outputs = []
     for count in (4, 5, 1, 1):
         scheduler.commit([(request, count)], lambda request: 7)
-        outputs.append(len(request.output))
+        outputs.append(request.num_output)
     expect(outputs == [0, 0, 1, 2], "a prompt of 10, fed as 4 + 5 + 1, then a decode: tokens of the answer so far")
+
+
+PROMPT_IN_FRONT = (
+    "A long prompt that stands in front of a decoding request takes its budget: go through the decodes first, and "
+    "through the chunks after them."
+)
 
 
 @scheduler_task.check(
@@ -156,17 +173,25 @@ def decodes_first(Scheduler):
         before = [r for r in scheduler.running if r.num_pending == 1]
         fed = step(scheduler)
         expect(all(fed.get(request.id) == 1 for request in before), f"prompts 20, 1, 2, then 30: step {turn + 5}")
+    scheduler = filled(Scheduler, 4, 4)
+    scheduler.running = [Request("long", 9, 3), Request("b", 2, 9, 2, [7])]
+    asked = "running: a prompt of 9 that must be fed anew, then a request with one pending token; budget 4"
+    expect(step(scheduler).get("b") == 1, asked, PROMPT_IN_FRONT)
+
+
+TOO_MANY = "The counts exceed the budget: every row, a decode too, must reduce what is left of it."
 
 
 @scheduler_task.check(
-    mistake="The budget is not reduced by every row, or a request is planned, or joins, although nothing is left.",
-    look="'The scheduler'",
+    mistake="A request is planned, or joins, although nothing is left of the budget for it.",
+    look="'Joining', and at 'Chunks'",
 )
 def within_the_budget(Scheduler):
     """Counts of a step stay within the budget, and none is 0."""
     def watch(rows):
         counts = [count for _, count in rows]
-        expect(sum(counts) <= 5 and all(count >= 1 for count in counts), "prompts 4, 4, 9, 2, budget 5: the counts")
+        expect(sum(counts) <= 5, "prompts 4, 4, 9, 2, budget 5: the sum of the counts", TOO_MANY)
+        expect(all(count >= 1 for count in counts), "prompts 4, 4, 9, 2, budget 5: the counts")
 
     scheduler = filled(Scheduler, 4, 5, Request("a", 4, 3), Request("b", 4, 3), Request("c", 9, 3), Request("d", 2, 3))
     for _ in range(8):
@@ -196,7 +221,7 @@ def batch_limit(Scheduler):
 def leaves_at_once(Scheduler):
     """Who has finished leaves at once, and a waiting request takes its row in the next step."""
     scheduler = filled(Scheduler, 2, 16, Request("c", 3, 2))
-    scheduler.running = [Request("a", 2, 2, num_kv=2, output=[7]), Request("b", 2, 9, num_kv=2, output=[7])]
+    scheduler.running = [Request("a", 2, 2, 2, [7]), Request("b", 2, 9, 2, [7])]
     fed = [set(step(scheduler)) for _ in range(2)]
     expect(fed == [{"a", "b"}, {"b", "c"}], "a and b decode, a for the last time, c waits, max_batch 2: who runs")
 
@@ -209,7 +234,7 @@ def leaves_at_once(Scheduler):
 def all_leave(Scheduler):
     """Several may finish in the same step."""
     scheduler = filled(Scheduler, 3, 16)
-    scheduler.running = [Request(name, 2, most, num_kv=2, output=[7]) for name, most in (("a", 2), ("b", 2), ("c", 9))]
+    scheduler.running = [Request(name, 2, most, 2, [7]) for name, most in (("a", 2), ("b", 2), ("c", 9))]
     step(scheduler)
     expect([r.id for r in scheduler.running] == ["c"], "a, b and c decode, a and b for the last time: who runs then")
 

@@ -173,6 +173,16 @@ def one_token(answer):
     expect(agrees(answer, queries(0), keys, values, [0], 1), "1 stored token in block 0, 1 new token, 2 heads")
 
 
+POSITION_0 = "The one new token saw position 0 only: it stands at position num_tokens - n, and sees up to there."
+AXIS = "The weights of a new token do not sum to 1 over the keys: the softmax runs over the wrong axis."
+
+
+def gives(answer, want: Tensor, q: Tensor, keys: Tensor, values: Tensor, table: list[int], num_tokens: int) -> bool:
+    """Whether an answer, on copies that it may spoil, gives `want`."""
+    got = torch.as_tensor(answer(q.clone(), keys.clone(), values.clone(), list(table), num_tokens))
+    return got.shape == want.shape and torch.allclose(got.to(want.dtype), want, atol=TOLERANCE)
+
+
 @paged_attention.check(
     mistake="Keys or values were read from where the text would lie without a table: in one run from slot 0.",
     look="'The text in one run'",
@@ -181,7 +191,14 @@ def table_is_used(answer):
     """The table says where a block lies."""
     keys, values = pool(1)
     keys[[4, 1]] = 0.0  # equal weights, whatever scores are divided by
-    expect(agrees(answer, queries(1), keys, values, [4, 1], 8), "8 stored tokens in blocks 4 and 1, their keys 0")
+    given = queries(1), keys, values, [4, 1], 8
+    asked = "8 stored tokens in blocks 4 and 1, their keys 0"
+    right = agrees(answer, *given)
+    expect(right or not gives(answer, values[4, :1], *given), asked, POSITION_0, "'Several new tokens'")
+    ones = torch.ones_like(values)
+    expect(right or gives(answer, ones[0, :1], given[0], keys, ones, *given[3:]), asked, AXIS,
+           "'Attention over blocks'")
+    expect(right, asked)
     q = queries(1)
     keys[1, 2] = 100 * q[0]  # all weight on position 6
     expect(agrees(answer, q, keys, values, [4, 1], 8), "the same, with one key of block 1 that fits the query")

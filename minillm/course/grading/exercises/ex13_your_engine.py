@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from traceback import extract_tb
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from minillm.course.grading.exercises.ex02_kv_cache import PROMPT, agrees, recomputed, small_model, tokens
-from minillm.course.grading.parts import PACKAGE, PARTS
+from minillm.course.grading.parts import PACKAGE, PARTS, Part
 from minillm.course.grading.tasks import Exercise, Task, Wrong, close, expect
-from minillm.course.your_engine import Engine, Store, Stuck
+from minillm.course.your_engine import Engine, Request, Store, Stuck
+from minillm.ladder.request import SamplingParams
 
 # -- the cache ----------------------------------------------------------------------------------------------------
 
@@ -38,10 +40,18 @@ paged_cache = Task(
 HEADS, HEAD_DIM, SIZE = 2, 6, 4
 
 
-def stand() -> SimpleNamespace:
+def stand(Store=Store) -> SimpleNamespace:
     """What a cache needs of an engine: a store of 3 layers and 8 blocks of 4 tokens, and the package's attention."""
     config = SimpleNamespace(num_hidden_layers=3, num_key_value_heads=HEADS, head_dim=HEAD_DIM)
     return SimpleNamespace(store=Store(config, 8, SIZE), parts=PACKAGE)
+
+
+class Moved(Store):
+    """A store whose `read` returns copies in other places, and so another table, as in int8."""
+
+    def read(self, layer: int, blocks) -> tuple[Tensor, Tensor, list[int]]:
+        number = self.numbers.shape[2]
+        return *self.numbers[layer].roll(1, dims=1), [(block + 1) % number for block in blocks]
 
 
 def request(num_kv: int, *blocks: int) -> SimpleNamespace:
@@ -107,6 +117,20 @@ def sees_what_is_stored(PagedCache):
         q, k, v = tokens(1, seed=3)
         got = PagedCache(engine, [(one, 1)]).attend(2, q, k.clone(), v.clone())
         expect(agrees(got, q, before, (k, v)), f"1 token after {num_kv} stored ones, table [6, 1], blocks of 4")
+
+
+@paged_cache.check(
+    mistake="Attention was given another table than the one that store.read returned, which may differ from "
+    "request.table.blocks; or store.read was called before store.write.",
+    look="'Attending'",
+)
+def table_of_read(PagedCache):
+    """Attention reads by the table that the store returns."""
+    engine, one = stand(Moved), request(5, 6, 1)
+    before = stored(engine, 1, one)
+    q, k, v = tokens(2, seed=6)
+    got = PagedCache(engine, [(one, 2)]).attend(1, q, k.clone(), v.clone())
+    expect(agrees(got, q, before, (k, v)), "2 tokens after 5 stored ones, a store whose `read` returns another table")
 
 
 @paged_cache.check(
@@ -177,7 +201,8 @@ MOST_STEPS = 150  # a right engine needs 40 at most
 SUSPECTS = {
     "KVCache": "Does it forget a layer, or what was stored before?",
     "Scheduler": "Does it starve a request, or count wrongly what was fed?",
-    "BlockPool": "Does it leak: are blocks lost when they are released, or given to two requests?",
+    "BlockPool": "Does it leak: are blocks lost when they are released, given to two requests, or to a request that "
+    "takes none?",
     "BlockTable": "Does it take the blocks that are missing, find each token's slot, and give all back?",
     "paged_attention": "Is its mask off by one, so that a token sees one too many or one too few?",
     "int8_encode": "Has every row a scale of its own?",
@@ -195,12 +220,21 @@ def judge(MyEngine, test: Callable[[type[Engine]], None]) -> None:
     for part in PARTS:
         if part.name in MyEngine.parts.own and mends(MyEngine, test, part.name):
             says = (f"Your {part.title}, of exercise {part.number}, is at fault: with the package's in its place this "
-                    f"check passes. {SUSPECTS[part.name]}")
+                    f"check passes. {raised(failed, part) or SUSPECTS[part.name]}")
             raise Wrong(what(failed), says, f"{part.exercise}.ipynb, and at its checks") from failed
     if MyEngine.parts.own and mends(MyEngine, test, *MyEngine.parts.own):
         raise Wrong(what(failed), "Several of your parts are at fault: with the package's in their places this check "
                     "passes.", "the checks of their exercises") from failed
     raise failed
+
+
+def raised(error: Exception, part: Part) -> str:
+    """What a part's notebook raised, with its line; nothing if the error came from elsewhere."""
+    cell = f"<{part.exercise},"  # how `take_parts` names the cells of that notebook
+    frames = [frame for frame in extract_tb(error.__traceback__) if frame.filename.startswith(cell)]
+    if isinstance(error, Wrong) or not frames:
+        return ""
+    return f"Your {part.title} raised {type(error).__name__}: {error}, in the line `{frames[-1].line}`."
 
 
 def what(error: Exception) -> str:
@@ -253,8 +287,8 @@ def serves(engine: Engine, prompts: list[list[int]], number: int, asked: str) ->
 
 @your_engine.check(
     mistake="Which tokens are fed, at which positions, and whose logits are taken? After the prompt a request feeds "
-    "its newest token alone.",
-    look="'The forward pass'",
+    "its newest token alone. Or were its blocks given back too soon, before it had finished?",
+    look="'The forward pass', and at 'Free'",
 )
 def one_request(MyEngine):
     """One request gets the tokens of the loop without a cache."""
@@ -298,9 +332,9 @@ def one_pass_a_step(MyEngine):
 
 
 @your_engine.check(
-    mistake="A prompt that is fed in chunks gives other tokens: the next chunk begins at num_kv, and what is committed "
-    "is what was fed.",
-    look="'Commit'",
+    mistake="A prompt that is fed in chunks gives other tokens: the next chunk's tokens are those from num_kv on (not "
+    "the last ones), its table has room for num_kv + count, and what is committed is what was fed.",
+    look="'The forward pass', 'Reserve' and 'Commit'",
 )
 def prompts_in_chunks(MyEngine):
     """Prompts in chunks give the same tokens."""
@@ -354,8 +388,9 @@ def blocks_come_back(MyEngine):
 
 
 @your_engine.check(
-    mistake="A row whose blocks were refused was fed all the same, or the engine stands still when no row finds room.",
-    look="'Reserve'",
+    mistake="A row whose blocks were refused was fed all the same, or was committed all the same, or the engine stands "
+    "still when no row finds room.",
+    look="'Reserve' and 'Commit'",
 )
 def little_room(MyEngine):
     """Rows wait where the pool is short, and the tokens stay the same."""
@@ -363,6 +398,33 @@ def little_room(MyEngine):
         asked = f"{blocks} blocks of 3 tokens; prompts of 7, 1, 5 and 3 tokens, 6 tokens of answer each"
         judge(MyEngine, lambda E, blocks=blocks, asked=asked:
               serves(E(CountingModel(), num_blocks=blocks, block_size=3, max_batch=3), PROMPTS, 6, asked))
+
+
+def steps_needed(prompts: list[list[int]], number: int, max_batch: int, budget: int) -> int:
+    """Steps of the package's scheduler where no row is refused blocks."""
+    scheduler, steps = PACKAGE.Scheduler(max_batch, budget), 0
+    requests = [Request(i, list(prompt), SamplingParams(max_tokens=number)) for i, prompt in enumerate(prompts)]
+    for one in requests:
+        scheduler.add(one)
+    while not all(one.finished for one in requests):
+        scheduler.commit(scheduler.plan(), lambda request: 7)
+        steps += 1
+    return steps
+
+
+@your_engine.check(
+    mistake="More steps than a right engine needs: rows of `plan` are left out, or refused, although blocks are free.",
+    look="'Plan' and 'Reserve'",
+)
+def ample_room(MyEngine):
+    """With blocks for all, no row waits."""
+    def test(E):
+        asked = "200 blocks of 2 tokens; prompts of 7, 1, 5 and 3 tokens, 6 tokens of answer each: the steps"
+        engine = E(CountingModel(), max_batch=3, max_step_tokens=8, num_blocks=200, block_size=2)
+        served(engine, PROMPTS, 6, asked)
+        expect(len(engine.steps) == steps_needed(PROMPTS, 6, 3, 8), asked)
+
+    judge(MyEngine, test)
 
 
 @your_engine.check(
@@ -394,7 +456,7 @@ def half_right(tokens: list[int], number: int) -> list[int]:
 
 @your_engine.check(
     mistake="With drafts the tokens differ from those without: a row's `best` has a place for each token that it fed, "
-    "in their order.",
+    "in their order; or `following` was asked twice for a row, though the first call has taken its drafts.",
     look="'Commit'",
 )
 def drafts_change_nothing(MyEngine):
