@@ -32,7 +32,7 @@ START_S = 300
 LLAMA_CPP = """
 import sys, time, xllamacpp
 settings = xllamacpp.CommonParams()
-settings.model.path, settings.port, settings.hostname = sys.argv[1], int(sys.argv[2]), "127.0.0.1"
+settings.model.path, settings.port, settings.verbosity = sys.argv[1], int(sys.argv[2]), 1  # on loopback
 settings.n_parallel, settings.n_ctx = 16, 16 * 512
 settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = int(sys.argv[3])
 server = xllamacpp.Server(settings)
