@@ -96,7 +96,7 @@ def _bench(arguments) -> int:
         if arguments.against not in (None, "transformers"):
             raise ValueError(f"decode runs beside transformers only, not beside {arguments.against}")
         return in_course("decode")(arguments)
-    engines = "this engine" + f", then beside it {arguments.against}," * bool(arguments.against)
+    engines = "this engine" + f", then {arguments.against}," * bool(arguments.against)
     print(f"{arguments.workload} on {arguments.model}: {engines} in {arguments.repeats + 1} turns, the first of which "
           "warms up", flush=True)
     with lengths_that_fit(), on_terminal(arguments.workload) as show:

@@ -19,6 +19,7 @@ CHUNKS = "prompts in chunks give the same tokens"
 DRAFTS = "drafts save steps, and change no token"
 ROOM = "rows wait where the pool is short, and the tokens stay the same"
 
+SECONDS = 5.0  # of processor time a check: a right answer serves requests on a tiny model, in about half a second
 MUTANTS = [
     Mutant(CACHE, "stores without the table", "request.table.slot(position) for position", "position for position",
            caught_by=STORED),
