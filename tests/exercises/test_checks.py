@@ -215,7 +215,7 @@ def test_a_solution_notebook_runs_from_top_to_bottom(exercise, monkeypatch, tmp_
     monkeypatch.setenv("CI", "1")
     monkeypatch.setenv("MPLBACKEND", "Agg")
     cells = read(FOLDER / "solutions" / f"{exercise.name}.ipynb").cells
-    answers = run_cells([cell.__class__(cell.kind, cell.source) for cell in cells], seconds=60)
+    answers = run_cells([cell.__class__(cell.kind, cell.source) for cell in cells], seconds=180)
     assert not answers.failed, answers.failed
 
 
