@@ -156,19 +156,19 @@ def watch(engine: Engine, prompts: Sequence[list[int]], params: Sequence[Samplin
     for prompt, each in zip(prompts, params, strict=True):
         engine.add(prompt, each)
     pools: list[PoolSnapshot] = []
-    begin_step = engine.begin_step
+    scheduler, plan_step = engine.scheduler, engine.scheduler.plan
 
-    def begin_and_look():
-        plan, counts = begin_step()
+    def plan_and_look():
+        plan = plan_step()
         pools.append(pool_snapshot(engine, plan))
-        return plan, counts
+        return plan
 
-    engine.begin_step = begin_and_look
+    scheduler.plan = plan_and_look
     try:
         while engine.has_work:
             engine.step()
     finally:
-        del engine.begin_step
+        del scheduler.plan
     return Run(engine.records, tuple(pools))
 
 
