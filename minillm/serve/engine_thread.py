@@ -65,8 +65,6 @@ class EngineThread:
         self.engine, self.max_waiting, self.metrics = engine, max_waiting, Metrics(engine)
         self.inbox: SimpleQueue[tuple[Callable[[], Any], Future]] = SimpleQueue()
         self.answers: dict[RequestId, Answer] = {}  # of the requests that somebody reads
-        self.left_waiting = 0  # requests that could not join the last step
-        self.rows = 0  # of the last step
         self.failures = 0  # steps that failed one after another
         self.closing = self.stopped = False  # closing: no new requests; stopped: no more steps
         self.thread = Thread(target=self._run, name="engine", daemon=True)
@@ -140,9 +138,6 @@ class EngineThread:
             if self.failures == MOST_FAILURES:
                 self.failures = 0
                 self._give_up([request.id for request in self.engine.scheduler.running])
-        scheduler = self.engine.scheduler
-        self.left_waiting = len(scheduler.waiting)
-        self.rows = min(scheduler.max_batch, len(scheduler.running) + sum(event.finished for event in events))
         return events
 
     def _give_up(self, request_ids: list[RequestId]) -> None:
@@ -161,16 +156,27 @@ class EngineThread:
                 self.loop.call_soon_threadsafe(_put, mine)
 
     def _add(self, answer: Answer, prompt: list[int], params: SamplingParams, arrival: float) -> None:
-        scheduler = self.engine.scheduler
-        # Where some could not join, the last step had all the rows that there is memory for.
-        rows = self.rows if self.left_waiting else scheduler.max_batch
-        waiting = len(scheduler.waiting) - (rows - len(scheduler.running))  # those that the next step has no row for
-        if self.max_waiting is not None and waiting >= self.max_waiting:
+        if self.max_waiting is not None and self._would_wait() > self.max_waiting:
             self.metrics.refused.inc()
             raise QueueFull(f"all rows are taken, and {self.max_waiting} requests wait already, as many as may")
         self.engine.add(prompt, params, answer.id, arrival)
         self.answers[answer.id] = answer
         self.metrics.arrived(answer.id, arrival)
+
+    def _would_wait(self) -> int:
+        """How many would be left in the queue with one more, once all have joined that rows and memory are free for.
+
+        Those that only wait for the budget of the next steps do not count. What a request may share does.
+        """
+        scheduler, memory = self.engine.scheduler, self.engine.scheduler.memory
+        is_open = scheduler.batching.is_open(scheduler.running)
+        rows = scheduler.max_batch - len(scheduler.running) if is_open else 0
+        blocks = memory.pool.num_available - scheduler.blocks_owed()
+        for place, request in enumerate(scheduler.waiting):
+            blocks -= scheduler.blocks_needed(request)
+            if place == rows or blocks < 0:
+                return len(scheduler.waiting) - place + 1
+        return int(len(scheduler.waiting) == rows)
 
     def _forget(self, request_id: RequestId) -> None:
         """Called on the event loop: nobody reads this request any more."""

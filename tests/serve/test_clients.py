@@ -13,10 +13,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from minillm.ladder.quantized import kv_bytes_per_token
 from minillm.measure.client import Server, bench_server
 from minillm.measure.workload import WorkItem
 from minillm.serve.page import block_map
-from serve.conftest import WAIT_S, Live, running, tiny_engine, toy_tokenizer
+from serve.conftest import TOKENS, WAIT_S, Live, running, tiny_engine, tiny_model, toy_tokenizer
 from serve.test_api import alone, events
 
 TOKENIZER = toy_tokenizer()
@@ -125,6 +126,28 @@ def test_as_many_clients_as_rows_and_places_in_the_queue_are_never_refused():
         items = [WorkItem(prompt_ids=[3 + n % 90] * 4, max_tokens=1 + n % 7, arrival=0.0) for n in range(300)]
         found = bench_server(Server(f"{server.url}/v1", "toy"), items, clients=11)
         assert found["faults"] == {} and found["requests"]["finished"] == 300
+        server.at_rest()
+
+
+def test_a_request_that_waits_for_the_budget_of_a_step_does_not_wait_for_a_row():
+    """Prompts of five steps each: the first steps take one row after another, though all six are free."""
+    with running(slowed(tiny_engine(max_batch=6, max_step_tokens=8), 0.005), max_waiting=5) as server:
+        items = [WorkItem(prompt_ids=[3 + n % 90] * 40, max_tokens=2, arrival=0.0) for n in range(44)]
+        found = bench_server(Server(f"{server.url}/v1", "toy"), items, clients=11)
+        assert found["faults"] == {} and found["requests"]["finished"] == 44
+        server.at_rest()
+
+
+def test_rows_that_there_is_no_memory_for_are_not_free():
+    """Eight rows, and memory for two such requests: two run, one waits, and the others are refused."""
+    token_bytes = kv_bytes_per_token(tiny_model(vocab_size=len(TOKENS)).config, "fp32")
+    engine = tiny_engine(max_batch=8, max_context=64, block_size=16, prefix_cache=False, kv_memory=8 * 16 * token_bytes)
+    with running(slowed(engine, 0.1), max_waiting=1) as server:
+        with ThreadPoolExecutor(8) as pool:  # each of three blocks, and none grows into a fourth
+            prompts = [[3 + n] * 40 for n in range(8)]
+            asked = [pool.submit(server.post, prompt=prompt, max_tokens=7, ignore_eos=True) for prompt in prompts]
+            codes = sorted(answer.result().status_code for answer in asked)
+        assert codes == [200] * 3 + [429] * 5
         server.at_rest()
 
 
