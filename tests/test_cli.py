@@ -111,9 +111,9 @@ def test_a_simulated_cost_has_its_currency_and_price(capsys):
 @pytest.mark.parametrize(
     ("command", "absent", "extra"),
     [
-        ("measure capacity_sum", "matplotlib", "minillm[lab]"),
+        ("measure capacity_sum", "matplotlib", ".[lab]"),
         ("bench peers --requests 1 --scale 0.1 --model random:smollm2-135m --against transformers", "transformers",
-         "minillm[test]"),
+         ".[test]"),
     ],
 )
 def test_what_a_bare_install_lacks_is_named_with_its_extra(command, absent, extra, capsys, tmp_path, monkeypatch):

@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         if package not in EXTRAS:
             raise
         print(f"minillm {arguments.command}: this needs {package}, which is not installed: "
-              f"pip install 'minillm[{EXTRAS[package]}]'", file=sys.stderr)
+              f"pip install -e '.[{EXTRAS[package]}]' in the repository", file=sys.stderr)
         return 2
     except MemoryError:
         print(f"minillm {arguments.command}: this does not fit in this machine's memory", file=sys.stderr)

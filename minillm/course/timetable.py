@@ -190,10 +190,12 @@ def left_out(parts: list[Part]) -> str:
 
 
 def what(row: Row, up: str) -> str:
+    """A row's name, as a link where it is a page or an exercise; `up` leads to the repository."""
     return f"[{row.what.title}]({up}{row.what.link})" if isinstance(row.what, Part) else row.what
 
 
 def in_hours(minutes: int) -> str:
+    """65 minutes as "1:05"."""
     return f"{minutes // 60}:{minutes % 60:02}"
 
 
@@ -216,11 +218,13 @@ def how_long(root: Path, link: str) -> str:
 
 
 def counted(parts: list[Part]) -> str:
+    """How many pages and exercises these are, in words."""
     exercises = sum(part.is_exercise for part in parts)
     return f"for {len(parts) - exercises} pages and {exercises or 'no'} exercise{'s' * (exercises != 1)}"
 
 
 def span(parts: list[Part]) -> str:
+    """The shortest and the longest of them, in minutes: "10 to 25"."""
     return f"{min(part.minutes for part in parts)} to {max(part.minutes for part in parts)}"
 
 

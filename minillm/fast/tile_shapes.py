@@ -26,6 +26,7 @@ def table() -> dict[str, dict[str, dict[str, list[int]]]]:
 
 @cache
 def device_name(device: torch.device) -> str:
+    """The name under which the table may hold this device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ANY
 
 

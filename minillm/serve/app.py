@@ -214,11 +214,13 @@ async def chunks(answer: Answer, shape: Shape) -> AsyncIterator[bytes]:
 
 
 def chunk_of(event: TokenEvent, shape: Shape) -> dict:
+    """The piece of a stream for one event, whose tokens it counts."""
     shape.tokens += len(event.token_ids)
     return shape.chunk(event.text, event.finish_reason)
 
 
 def failed(reason: str) -> ApiError:
+    """What a client is told of a request that ended for a reason of ours."""
     status, message, code = WHY_ENDED[reason]
     return ApiError(status, message, "server_error", code)
 

@@ -570,7 +570,7 @@ def test_without_ipython_the_grader_says_what_to_install(tmp_path, monkeypatch, 
     for name in [name for name in sys.modules if name.startswith("IPython.")]:
         monkeypatch.delitem(sys.modules, name)
     assert main(["grade", str(hand_in(tmp_path, solution()))]) == 2
-    assert "pip install 'minillm[lab]'" in capsys.readouterr().err
+    assert "pip install -e '.[lab]'" in capsys.readouterr().err
 
 
 # --- anything at all ----------------------------------------------------------------------------------------------

@@ -120,6 +120,7 @@ def sections(found: Mapping[str, Guesses]) -> list[str]:
 
 
 def section(about: str, its: Guesses) -> str:
+    """The heading and the histogram of one thing that was guessed, as HTML."""
     measured = statistics.median(its.measured) if its.measured else None
     bins = histogram(its.guessed, measured)
     edges = [bins[0][0], *(end for _, end, _ in bins)]
