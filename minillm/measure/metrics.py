@@ -31,13 +31,19 @@ ENOUGH_FOR_P99 = 100
 
 def percentile(values: Sequence[float], percent: int) -> float | None:
     """The value at nearest rank, ceil(percent * n / 100), in whole numbers so that nothing rounds; None of nothing."""
-    rank = -(-percent * len(values) // 100)
-    return np.sort(values)[max(rank, 1) - 1].item() if len(values) else None
+    return nearest_rank(np.sort(values), percent)
+
+
+def nearest_rank(ordered: np.ndarray, percent: int) -> float | None:
+    """The same of values in ascending order."""
+    rank = -(-percent * len(ordered) // 100)
+    return ordered[max(rank, 1) - 1].item() if len(ordered) else None
 
 
 def distribution(values: Sequence[float]) -> dict:
     """n, p50, p90, p99 and max of some values, and a warning where p99 says no more than max."""
-    return _described(len(values), lambda percent: percentile(values, percent), percentile(values, 100))
+    ordered = np.sort(values)
+    return _described(len(ordered), lambda percent: nearest_rank(ordered, percent), nearest_rank(ordered, 100))
 
 
 def distribution_of(histogram: Histogram) -> dict:
@@ -56,22 +62,31 @@ NOT_ANSWERED = (None, "abort", "error")  # reasons to finish
 def latencies(requests: Iterable[RequestRecord]) -> dict[str, dict]:
     """Distributions, in seconds, over the finished requests among these (all of a run, or one kind of customer)."""
     answered = [r for r in requests if r.finish_reason not in NOT_ANSWERED and r.token_times]
-    gaps = [step_gaps(r) for r in answered]
-    seconds, tokens = (np.concatenate([gap[i] for gap in gaps] or [[]]) for i in range(2))
-    values = {
-        "queue_s": [r.first_scheduled - r.arrival for r in answered if r.first_scheduled is not None],
-        "ttft_s": [r.first_token - r.arrival for r in answered],
-        "itl_per_token_s": np.repeat(seconds / tokens, tokens.astype(int)),
-        "itl_per_step_s": seconds,
-        "latency_s": [r.finish - r.arrival for r in answered],
+    seconds, tokens = all_gaps(answered)
+    return {
+        "queue_s": distribution([r.first_scheduled - r.arrival for r in answered if r.first_scheduled is not None]),
+        "ttft_s": distribution([r.first_token - r.arrival for r in answered]),
+        "itl_per_token_s": distribution(seconds if (tokens == 1).all() else np.repeat(seconds / tokens, tokens)),
+        "itl_per_step_s": distribution(seconds),
+        "latency_s": distribution([r.finish - r.arrival for r in answered]),
     }
-    return {name: distribution(of) for name, of in values.items()}
 
 
 def step_gaps(request: RequestRecord) -> tuple[np.ndarray, np.ndarray]:
     """Of each step but the first that gave the request tokens: seconds since the one before, and how many it gave."""
     moments, tokens = np.unique(request.token_times, return_counts=True)  # tokens of one step have one time
     return np.diff(moments), tokens[1:]
+
+
+def all_gaps(requests: Sequence[RequestRecord]) -> tuple[np.ndarray, np.ndarray]:
+    """`step_gaps` of all requests, one after another. In place, since there may be millions."""
+    most, end = sum(request.output_tokens for request in requests), 0
+    seconds, tokens = np.empty(most), np.empty(most, np.int32)
+    for request in requests:
+        gaps, numbers = step_gaps(request)
+        start, end = end, end + len(gaps)
+        seconds[start:end], tokens[start:end] = gaps, numbers
+    return seconds[:end], tokens[:end]
 
 
 def summary(records: Records, price_per_hour: float | None = None) -> dict:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import count, islice, takewhile
 
 import torch
@@ -259,10 +259,16 @@ def next_counts(counts: dict, blocks: int) -> dict:
     """The counts of a step of decodes that follows one like it, given the number of blocks that were taken for it."""
     rows, free = counts["rows"], min(blocks, counts["blocks_free"])
     return counts | {
-        "prompt_tokens": 0, "decode_tokens": rows, "admitted": 0, "kinds": ("decode",) * rows,
+        "prompt_tokens": 0, "decode_tokens": rows, "admitted": 0, "kinds": decodes(rows),
         "blocks_live": counts["blocks_live"] + blocks, "blocks_free": counts["blocks_free"] - free,
         "blocks_cached": counts["blocks_cached"] - (blocks - free), "kv_tokens": counts["kv_tokens"] + rows,
     }
+
+
+@cache
+def decodes(rows: int) -> tuple[str, ...]:
+    """The kinds of so many rows; one tuple for all steps, of which there may be millions."""
+    return ("decode",) * rows
 
 
 def steps_left(request: Request) -> int:

@@ -120,7 +120,7 @@ step_by_step.request_states(
 # records, by these functions.
 
 # %%
-show_source(metrics.percentile, metrics.step_gaps, metrics.latencies)
+show_source(metrics.percentile, metrics.nearest_rank, metrics.step_gaps, metrics.latencies)
 
 # %% [markdown]
 # ## Percentiles
