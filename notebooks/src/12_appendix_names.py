@@ -96,18 +96,22 @@ except LookupError as error:
 #
 # The first reports TTFT, ITL and latency as the client sees them, the second the same of this engine, without a network
 # between. Rows are comparable where the machine, the loop and the output tokens are the same. With `--label` and
-# `--save` a run is kept; these are:
+# `--save` a run is kept.
+#
+# The next table is of another client, GuideLLM, which loaded each of three servers alone, in turns, on one machine
+# (`python tests/serve/other_servers.py`; prompts of 64 tokens, answers of 24, four requests a stream):
 
 # %%
-SERVERS = {"server": "server", "output_tokens": "output tokens", "tokens_per_s": "tokens/s",
-           "ttft_p50_ms": "TTFT p50, ms", "itl_p50_ms": "ITL p50, ms", "itl_p99_ms": "ITL p99, ms"}
-print(recorded("bench_servers", SERVERS))
+SERVERS = {"streams": "streams", "server": "server", "tokens_per_s": "tokens/s", "ttft_ms": "TTFT p50, ms",
+           "itl_ms": "ITL p50, ms", "minillm_times": "minillm is x"}
+print(recorded("servers", SERVERS))
 
 # %% [markdown]
-# This is not like for like. minillm ran inside the client's own process, and the others answered over HTTP, which is in
-# their times. And llama.cpp read weights of 4 bits, the others of 32: fewer bytes for each token, and more arithmetic
-# to unpack them. So the table says what a user of each would have waited on that machine, and not which engine is
-# quicker. `minillm measure beside_llama_cpp` compares weights of 4 bits with weights of 4 bits, in turns on one clock:
+# One figure does not name a winner. At 16 streams vLLM gives the most tokens and the shortest ITL, and this engine the
+# shortest TTFT: each ran with its own default for the tokens of a step, and what that trades is
+# [chapter 3](03_continuous_batching.ipynb)'s budget. llama.cpp reads weights of 4 bits, the others of 32: fewer bytes
+# for each token, and more arithmetic to unpack them, so it leads at one stream and no longer at 16.
+# `minillm measure beside_llama_cpp` compares weights of 4 bits with weights of 4 bits, in turns on one clock:
 
 # %%
 BESIDE = {"engine": "engine", "weights": "weights", "streams": "streams", "tokens_per_s": "tokens/s",
