@@ -303,8 +303,8 @@ show_source(Drafter.forward, DrafterProposer.observe)
 # %%
 # NBVAL_CHECK_OUTPUT
 card = read_card()
-print(f"made by {card['made_by']}, seed {card['seed']}: {card['texts']} texts of the target, "
-      f"{card['tokens']:,} tokens, {card['steps']:,} steps")
+print(f"{card['texts']:,} texts of the target, {card['tokens']:,} tokens, {card['steps']:,} steps, "
+      f"seed {card['seed']}")
 print(f"it may propose {card['ids']:,} of the {model.config.vocab_size:,} ids")
 
 # %% [markdown]
