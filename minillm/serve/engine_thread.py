@@ -22,7 +22,7 @@ from typing import Any
 from uuid import uuid4
 
 from minillm.fast.engine import Engine
-from minillm.ladder.request import RequestId, SamplingParams, TokenEvent
+from minillm.ladder.request import Request, RequestId, SamplingParams, TokenEvent
 from minillm.serve.metrics import Metrics
 
 log = logging.getLogger("minillm.serve")
@@ -156,15 +156,16 @@ class EngineThread:
                 self.loop.call_soon_threadsafe(_put, mine)
 
     def _add(self, answer: Answer, prompt: list[int], params: SamplingParams, arrival: float) -> None:
-        if self.max_waiting is not None and self._would_wait() > self.max_waiting:
+        request = self.engine.make_request(prompt, params, answer.id, arrival)
+        if self.max_waiting is not None and self._would_wait(request) > self.max_waiting:
             self.metrics.refused.inc()
             raise QueueFull(f"all rows are taken, and {self.max_waiting} requests wait already, as many as may")
-        self.engine.add(prompt, params, answer.id, arrival)
+        self.engine.enqueue(request)
         self.answers[answer.id] = answer
         self.metrics.arrived(answer.id, arrival)
 
-    def _would_wait(self) -> int:
-        """How many would be left in the queue with one more, once all have joined that rows and memory are free for.
+    def _would_wait(self, newest: Request) -> int:
+        """How many would be left in the queue with this one, once all have joined that rows and memory are free for.
 
         Those that only wait for the budget of the next steps do not count. What a request may share does.
         """
@@ -172,11 +173,11 @@ class EngineThread:
         is_open = scheduler.batching.is_open(scheduler.running)
         rows = scheduler.max_batch - len(scheduler.running) if is_open else 0
         blocks = memory.pool.num_available - scheduler.blocks_owed()
-        for place, request in enumerate(scheduler.waiting):
+        for place, request in enumerate([*scheduler.waiting, newest]):
             blocks -= scheduler.blocks_needed(request)
             if place == rows or blocks < 0:
                 return len(scheduler.waiting) - place + 1
-        return int(len(scheduler.waiting) == rows)
+        return 0
 
     def _forget(self, request_id: RequestId) -> None:
         """Called on the event loop: nobody reads this request any more."""
