@@ -86,7 +86,7 @@ print("no load has 90 % of the best throughput and 110 % of the best latency:",
       not any(row["tokens_per_s"] > 0.9 * max(speeds) and row["latency_p99_s"] < 1.1 * min(tails) for row in load))
 
 # %% [markdown]
-# Every server has such a line. Choosing a point on it is the operator's decision, and no program's.
+# Every server has such a line. Choosing a point on it is the operator's decision, not a program's.
 #
 # ## One setting, two wishes
 #
