@@ -133,18 +133,6 @@ def int8_zeros(answer):
 KEPT = "An operation in place (`*=`, `/=`, `abs_()`, `>>=`) wrote into what was passed in."
 
 
-@int8_encode.check(
-    mistake="Codes were computed with the scale as it was before fp16 rounded it: divide by the one that is stored.",
-    look="'8 bits'",
-)
-def int8_stored_scale(answer):
-    """Codes are nearest with the scale that is stored."""
-    x = torch.tensor([[1000.3] + [20.3 * i for i in range(1, 48)]])
-    codes, scales = answer(x.clone())
-    want = [nearest(number, [code * scales.item() for code in range(-127, 128)]) for number in x[0].tolist()]
-    expect(close(from_int8((codes, scales))[0], want, TOLERANCE), "48 numbers up to 1000.3")
-
-
 @int8_encode.check(mistake=KEPT, look="'8 bits'")
 def int8_leaves_x(answer):
     """What is encoded stays as it was."""
