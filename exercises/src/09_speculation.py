@@ -17,7 +17,7 @@ from minillm.course.grading import check, hint
 # ## Greedy
 #
 # The row fed its newest token and k drafts. `best` has k + 1 entries: `best[i]` is what the target says at the place
-# of draft i, and `best[k]` what it says behind the last draft.
+# of draft i, and `best[k]` what it says after the last draft.
 #
 # Drafts are taken up to the first that the target would not have said. The target's own token at that place follows.
 # So a step gives at least one token and at most k + 1. Leave the lists as they are; that goes for all three tasks.
@@ -82,7 +82,7 @@ check("residual", residual)
 # %% [markdown]
 # ## Sampled
 #
-# `p[i]` is the target's distribution at the place of draft i, `p[k]` the one behind the last draft. `q[i]` is what
+# `p[i]` is the target's distribution at the place of draft i, `p[k]` the one after the last draft. `q[i]` is what
 # draft i was drawn from. `u[i]` are uniform numbers from 0 up to, but not including, 1.
 #
 # - Draft i, the token x, is accepted if u[i] < p[i, x] / q[i, x].

@@ -72,7 +72,7 @@ check("ttft", ttft)
 
 # %%
 def token_gaps(record):
-    """A list of seconds, one for each token behind the first step."""
+    """A list of seconds, one for each token after the first step."""
     ### BEGIN SOLUTION
     counts = Counter(record.token_times)  # in order of time
     return [(later - earlier) / counts[later] for earlier, later in pairwise(counts) for _ in range(counts[later])]

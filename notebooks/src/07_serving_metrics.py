@@ -259,8 +259,7 @@ reveal("requests present in the closed loop", closed["mean_present"])
 # requests stand still for seconds. We serve the same chats around it twice, in a closed loop of eight clients and in an
 # open loop at the same rate, in virtual time.
 #
-# How many times the closed loop's p90 of the time to first token is the open loop's? Less than one, if you expect it to
-# be shorter.
+# Predict the open loop's p90 of the time to first token, over the closed loop's: below one if you expect it shorter.
 
 # %%
 guess("p90 of the TTFT, open loop over closed, times", None)

@@ -287,8 +287,8 @@ print("and nothing was queued:", not engine.has_work)
 # ## Where it loses
 #
 # **Pages promise less than the sum.** The sum gives every request its full context. Pages admit a request when its
-# prompt fits, and its answer must find blocks later. So more start than the sum has room for, and some of them are sent
-# away again:
+# prompt fits, and its answer must find blocks later. So more start than the sum has room for, and some of them are
+# preempted (chapter 4):
 
 # %%
 # NBVAL_CHECK_OUTPUT

@@ -86,7 +86,7 @@ print("no load has 90 % of the best throughput and 110 % of the best latency:",
       not any(row["tokens_per_s"] > 0.9 * max(speeds) and row["latency_p99_s"] < 1.1 * min(tails) for row in load))
 
 # %% [markdown]
-# Every server has such a line. Choosing a point on it is the operator's decision, and no program's.
+# Every server has such a line. Choosing a point on it is the operator's decision, not a program's.
 #
 # ## One setting, two wishes
 #
@@ -373,7 +373,8 @@ guesses()  # yours, the nearest first
 #
 # ## Exercise
 #
-# The pools of noon had two GPUs for people. Here is a shorter noon, of 100 people. Find a number for which people's p99
+# The pools of noon had two GPUs for people. Here is a shorter noon, of 100 people. Find a number, 1 to 3,
+# for which people's p99
 # to the first token is below that of the mixed pool (one line to change), and look at what the jobs pay.
 # [Exercise 12](../exercises/12_beat_the_scheduler.ipynb) asks for more: a scheduler of your own that beats this one's
 # p99.

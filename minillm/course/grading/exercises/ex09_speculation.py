@@ -40,7 +40,7 @@ verify_sampled = Task(
     hints=(
         "The same walk as in the greedy case, with a draw instead of a comparison.",
         "Draft i is accepted if u[i] < p[i, draft] / q[i, draft]. At the first that is not, draw from the residual of "
-        "p[i] and q[i]; if there is none, from p behind the last draft.",
+        "p[i] and q[i]; if there is none, from p after the last draft.",
         "for i, draft in enumerate(drafts): if u[i] * q[i, draft] >= p[i, draft]: return [*drafts[:i], "
         "draw(residual(p[i], q[i]), u_next)]. Behind the loop: [*drafts, draw(p[-1], u_next)].",
     ),
@@ -82,7 +82,7 @@ def first_wrong(answer):
 
 
 @verify_greedy.check(
-    mistake="The forward also gave the target's token behind the last draft; with k right drafts a step gives k + 1.",
+    mistake="The forward also gave the target's token after the last draft; with k right drafts a step gives k + 1.",
     look="'Greedy'",
 )
 def all_right(answer):
@@ -219,7 +219,7 @@ def never(answer):
 
 
 @verify_sampled.check(
-    mistake="After k accepted drafts comes one more token, drawn from p[k]: the row behind the last draft.",
+    mistake="After k accepted drafts comes one more token, drawn from p[k]: the row after the last draft.",
     look="'Sampled'",
 )
 def bonus(answer):
@@ -235,7 +235,7 @@ def bonus(answer):
 
 
 @verify_sampled.check(
-    mistake="Drafts behind a rejected one continue a text that does not exist: they are not looked at.",
+    mistake="Drafts after a rejected one continue a text that does not exist: they are not looked at.",
     look="'Sampled'",
 )
 def ends(answer):

@@ -172,7 +172,7 @@ def no_tokens(answer):
 
 
 def gaps_are(answer, times: list[float], asked: str) -> None:
-    """Expect one gap a token behind the first step's, each step's gaps equal and adding up to its wait."""
+    """Expect one gap a token after the first step's, each step's gaps equal and adding up to its wait."""
     want, before = [], times[:1]
     for moment in sorted(set(times))[1:]:
         number = times.count(moment)
@@ -315,7 +315,8 @@ def records_stay(answer):
 
 
 @summarise.check(
-    mistake="The server also made the tokens of aborted requests, and its time runs from the first arrival.",
+    mistake="Tokens of requests that were aborted or are still under way count too; the time runs from the first "
+    "arrival to the last token, not to a finish.",
     look="'All of them'",
 )
 def rate(answer):
@@ -323,6 +324,8 @@ def rate(answer):
     agrees(answer, [record(5.0, [7.0, 8.0]), record(4.0, [9.0, 9.5, 10.0])], KEYS[5:], "5 tokens in two requests")
     aborted = [record(3.0, [6.0, 7.0]), record(2.0, [3.0, 4.0, 8.0], reason="abort"), record(1.0, [], reason="abort")]
     agrees(answer, aborted, KEYS[5:], "one answered request, one aborted after 3 tokens, one in the queue")
+    late = [record(3.0, [6.0, 7.0]), record(4.0, [6.5, 9.0], reason=None), record(20.0, [], reason="abort")]
+    agrees(answer, late, KEYS[5:], "one answered request, one still under way, one aborted in the queue at the end")
 
 
 @summarise.check(
