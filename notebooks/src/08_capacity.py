@@ -294,7 +294,7 @@ print("and nothing was queued:", not engine.has_work)
 # NBVAL_CHECK_OUTPUT
 records = service.fill(llama, "bf16", pool_bytes, kv="paged", answer=100)
 print(f"pages: {records.peaks['rows']} at once at the peak, where the sum says {fits()}; "
-      f"{records.totals['preempted']} sent away, and {records.totals['recomputed_tokens']:,} tokens computed twice")
+      f"{records.totals['preempted']} preempted, and {records.totals['recomputed_tokens']:,} tokens computed twice")
 
 # %% [markdown]
 # **Room is not speed.** Doubling the requests doubles the throughput only as long as a step takes no longer. With

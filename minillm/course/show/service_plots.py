@@ -224,7 +224,7 @@ def presence(records: Records) -> Figure:
 def latency_distributions(runs: Mapping[str, Sequence[RequestRecord]], gaps: bool = True) -> Figure:
     """TTFT and, if asked for, the gaps between steps: for each length of time, the share of values that are no longer.
 
-    A mark stands at each p50, and at each p99 that is more than the highest value.
+    A mark stands at each p50 and p90, and at each p99 that is more than the highest value.
     """
     tails = {name: metrics.latencies(requests)["ttft_s"] for name, requests in runs.items()}
     title = "Time to first token, p50 and p90:  " + ";  ".join(
@@ -238,7 +238,7 @@ def latency_distributions(runs: Mapping[str, Sequence[RequestRecord]], gaps: boo
                 xs, ys = shares(values)
                 ax.step(xs, ys, where="post", color=plots.colour(number), label=f"{name} (n = {', '.join(counts)})",
                         linestyle=("-", "--", "-.")[(number - 1) % 3])
-                marks = [50] + [99] * (len(values) >= metrics.ENOUGH_FOR_P99)
+                marks = [50, 90] + [99] * (len(values) >= metrics.ENOUGH_FOR_P99)
                 ax.plot([metrics.percentile(values, mark) for mark in marks], [mark / 100 for mark in marks], "o",
                         color=plots.colour(number))
         for ax, label in zip(axes[0], ("time to first token, s", "time between two steps' tokens, s"), strict=False):
@@ -249,7 +249,7 @@ def latency_distributions(runs: Mapping[str, Sequence[RequestRecord]], gaps: boo
             ax.xaxis.set_minor_formatter(NullFormatter())
             ax.grid(color=LIGHT)
         figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
-        axes[0, 0].set_ylabel("share that is no longer (dots: p50, p99)")
+        axes[0, 0].set_ylabel("share that is no longer (dots: p50, p90, p99)")
         axes[0, 0].yaxis.set_major_formatter(PercentFormatter(1))
         headline(figure, title)
     return figure
