@@ -249,7 +249,7 @@ def latency_distributions(runs: Mapping[str, Sequence[RequestRecord]], gaps: boo
             ax.xaxis.set_minor_formatter(NullFormatter())
             ax.grid(color=LIGHT)
         figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
-        axes[0, 0].set_ylabel("share that is no longer (dots: p50, p90, p99)")
+        axes[0, 0].set_ylabel("share no longer (dots: p50, p90, p99)")
         axes[0, 0].yaxis.set_major_formatter(PercentFormatter(1))
         headline(figure, title)
     return figure
