@@ -167,7 +167,7 @@ class EngineThread:
     def _would_wait(self, newest: Request) -> int:
         """How many would be left in the queue with this one, once all have joined that rows and memory are free for.
 
-        Those that only wait for the budget of the next steps do not count. What a request may share does.
+        A request that only waits for the budget of the next steps joins. Blocks that it may share count as its own.
         """
         scheduler, memory = self.engine.scheduler, self.engine.scheduler.memory
         is_open = scheduler.batching.is_open(scheduler.running)

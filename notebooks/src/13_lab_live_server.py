@@ -145,9 +145,8 @@ knee = max(rows, key=lambda row: row["tokens_per_s"] / row["itl_ms"])
 print(f"most tokens/s for each millisecond of waiting (chapter 2's knee): {knee['clients']} clients")
 
 # %% [markdown]
-# Past four clients there are no more rows. ITL stays; tokens per second gain only what a queue adds, since a row that
-# ends is taken again at once; and what grows is the wait for the first token. A monitoring page that shows ITL alone
-# would not see it.
+# Past four clients there are no more rows: tokens per second and ITL change little, and what grows is the wait for the
+# first token. A monitoring page that shows ITL alone would not see it.
 #
 # ## An open loop, from outside
 #
