@@ -145,9 +145,9 @@ knee = max(rows, key=lambda row: row["tokens_per_s"] / row["itl_ms"])
 print(f"most tokens/s for each millisecond of waiting (chapter 2's knee): {knee['clients']} clients")
 
 # %% [markdown]
-# Past four clients there are no more rows. ITL changes little. Tokens per second still gain something: a queue keeps the
-# rows full, where four clients leave one empty now and then (and each load draws requests of its own). What grows most
-# is the wait for the first token. A monitoring page that shows ITL alone would not see it.
+# Past four clients there are no more rows. ITL changes little. Tokens per second still gain something: a queue keeps
+# the rows full, where four clients leave one empty now and then (and each load draws requests of its own). What grows
+# most is the wait for the first token. A monitoring page that shows ITL alone would not see it.
 #
 # ## An open loop, from outside
 #
